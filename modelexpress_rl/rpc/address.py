@@ -1,0 +1,62 @@
+"""Addresses of the control plane and of worker endpoints, as people write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from modelexpress_rl.errors import UsageError
+
+_PLAIN = ("http", "grpc", "dns", "ipv4", "ipv6")
+_SECURE = ("https", "grpcs")
+_ACCEPTED = "host:port, [ipv6]:port, http://host:port, https://host:port or dns:///host:port"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and port to dial, with or without TLS."""
+
+    host: str
+    port: int
+    secure: bool = False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def parse_address(text: str, *, what: str = "address") -> Address:
+    """Reads an address; `what` names it in the error.
+
+    Raises:
+        UsageError: it has no host or no port, or more than those.
+    """
+    scheme, rest = _split_scheme(text.strip())
+    if scheme not in (None, *_PLAIN, *_SECURE):
+        raise UsageError(f"{what}: {text!r} has an unknown scheme {scheme!r}; expected {_ACCEPTED}")
+    host, colon, port = rest.removesuffix("/").rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise UsageError(f"{what}: {text!r} is ambiguous; write an IPv6 address as [address]:port")
+    if not (colon and _is_host(host) and _is_port(port)):
+        raise UsageError(f"{what}: {text!r} is not an address; expected {_ACCEPTED}")
+    return Address(host, int(port), secure=scheme in _SECURE)
+
+
+def _split_scheme(text: str) -> tuple[str | None, str]:
+    scheme, separator, rest = text.partition("://")
+    if separator:
+        return scheme.lower(), rest.removeprefix("/")
+    scheme, separator, rest = text.partition(":")
+    # gRPC's own target form: "dns:host:port". A host of that name has a port only.
+    if separator and scheme.lower() in ("dns", "ipv4", "ipv6") and not rest.isdigit():
+        return scheme.lower(), rest
+    return None, text
+
+
+def _is_host(host: str) -> bool:
+    return bool(host) and not any(mark in host for mark in "/?#@[] ") and host.isascii()
+
+
+def _is_port(port: str) -> bool:
+    return port.isascii() and port.isdigit() and 0 < int(port) < 65536

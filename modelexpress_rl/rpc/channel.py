@@ -1,0 +1,376 @@
+"""One grpclib channel and the way each call goes over it.
+
+grpclib, because it starts no threads, survives a fork, and may be used in many event loops of one
+process. Three of its habits are contained here: it ends calls by cancelling the caller's task (so each
+call runs in a task of its own), it trusts a connection for as long as TCP does (so one on which
+a call heard nothing until its deadline is dropped), and it has no limit for an incoming message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from ssl import SSLContext
+from typing import Any, Generic, Self, TypeVar, overload
+
+import anyio
+import grpc
+import grpclib.client
+from google.protobuf.message import Message
+from grpclib.config import Configuration
+from grpclib.const import Cardinality, Status
+from grpclib.exceptions import GRPCError, StreamTerminatedError
+from h2.exceptions import H2Error
+
+from modelexpress_rl.errors import StateError
+from modelexpress_rl.rpc import errors
+from modelexpress_rl.rpc.address import Address
+from modelexpress_rl.rpc.auth import Credentials, NoCredentials
+
+Q = TypeVar("Q", bound=Message)
+A = TypeVar("A", bound=Message)
+T = TypeVar("T")
+
+MAX_MESSAGE_BYTES = 512 * 2**20
+"""The largest message that a client accepts; a manifest of a huge model has some tens of MiB."""
+
+GRPC_SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+"""The same limit for a grpc.aio server, whose own default is 4 MiB."""
+
+_WINDOW_BYTES = 16 * 2**20
+_CLEANUP_S = 1.0
+
+
+class Client:
+    """What the clients share: a channel that is dialled on first use, and dialled anew when it died.
+
+    It belongs to the event loop in which it is first used. Every call has a deadline. `aclose` ends
+    the calls in flight with `Unavailable`.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        rpc_timeout_s: float = 30.0,
+        credentials: Credentials | None = None,
+        ssl_context: SSLContext | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self.address = address
+        self.rpc_timeout_s = rpc_timeout_s
+        self._credentials = credentials or NoCredentials()
+        self._ssl = ssl_context or (True if address.secure else None)
+        self._max_message_bytes = max_message_bytes
+        self._channel: grpclib.client.Channel | None = None
+        self._heard = 0
+        self._closed = False
+
+    async def aclose(self) -> None:
+        """Closes the connection; idempotent. The client can't be used afterwards."""
+        self._closed = True
+        self._drop(self._channel)
+        # The transport closes its socket in the loop's next rounds; a loop that ends now would leak it.
+        with anyio.CancelScope(shield=True):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def call(self, method: Unary[Q, A], request: Q, timeout_s: float | None) -> A:
+        """One unary call; see `Unary`."""
+        timeout_s = self.rpc_timeout_s if timeout_s is None else timeout_s
+        metadata = self._credentials.metadata()
+        return await _in_own_task(self._call(method, request, timeout_s, metadata))
+
+    async def _call(self, method: Unary[Q, A], request: Q, timeout_s: float, metadata: dict[str, str]) -> A:
+        channel, heard_before = self._dial(), self._heard
+        sent = False
+        call = channel.request(
+            method.path,
+            Cardinality.UNARY_UNARY,
+            method.request_type,
+            method.answer_type,
+            timeout=timeout_s,
+            metadata=metadata,
+        )
+        try:
+            async with call as stream:
+                await stream.send_request()
+                sent = True
+                await stream.send_message(request, end=True)
+                self._limit_incoming(stream)
+                answer = await stream.recv_message()
+        except Exception as error:
+            self._judge(channel, error, silent=self._heard == heard_before)
+            cause = _status_of(call, error)
+            raise self._translated(cause, method.name, timeout_s, sent=sent) from error
+        self._heard += 1
+        if answer is None:
+            raise self._translated(_EmptyAnswer(), method.name, timeout_s, sent=True)
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, method: ServerStream[Q, A], request: Q, silence_s: float
+    ) -> AsyncGenerator[AsyncIterator[A], None]:
+        """One server-streaming call; see `ServerStream`."""
+        metadata = self._credentials.metadata()
+        queue: asyncio.Queue[A | errors.RpcError | None] = asyncio.Queue(maxsize=16)
+        pump = asyncio.ensure_future(self._pump(self._dial(), method, request, silence_s, metadata, queue))
+        try:
+            yield _Messages(queue)
+        finally:
+            await _ended(pump)
+
+    async def _pump(
+        self,
+        channel: grpclib.client.Channel,
+        method: ServerStream[Q, A],
+        request: Q,
+        silence_s: float,
+        metadata: dict[str, str],
+        queue: asyncio.Queue[A | errors.RpcError | None],
+    ) -> None:
+        heard_before, sent = self._heard, False
+        call = channel.request(
+            method.path,
+            Cardinality.UNARY_STREAM,
+            method.request_type,
+            method.answer_type,
+            metadata=metadata,
+        )
+        try:
+            async with call as stream:
+                async with asyncio.timeout(silence_s):
+                    await stream.send_request()
+                    sent = True
+                    await stream.send_message(request, end=True)
+                self._limit_incoming(stream)
+                while True:
+                    async with asyncio.timeout(silence_s):
+                        message = await stream.recv_message()
+                    if message is None:
+                        break
+                    self._heard += 1
+                    await queue.put(message)
+                    heard_before = self._heard
+        except Exception as error:  # noqa: BLE001 (it goes to the iterator, translated)
+            self._judge(channel, error, silent=self._heard == heard_before)
+            cause = _status_of(call, error)
+            await queue.put(self._translated(cause, method.name, silence_s, sent=sent))
+        else:
+            await queue.put(None)
+
+    def _dial(self) -> grpclib.client.Channel:
+        if self._closed:
+            raise StateError(f"the client of {self.address} is closed")
+        if self._channel is None:
+            self._channel = grpclib.client.Channel(
+                self.address.host,
+                self.address.port,
+                ssl=self._ssl,
+                config=Configuration(
+                    http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES
+                ),
+            )
+        return self._channel
+
+    def _judge(self, channel: grpclib.client.Channel, error: Exception, *, silent: bool) -> None:
+        """Drops the channel where it broke, or said nothing to any call until this one's deadline."""
+        if isinstance(error, GRPCError):
+            self._heard += 1
+        elif silent or not isinstance(error, (TimeoutError, _TooLarge)):
+            self._drop(channel)
+
+    def _drop(self, channel: grpclib.client.Channel | None) -> None:
+        if channel is None:
+            return
+        if channel is self._channel:
+            self._channel = None
+        protocol = channel._protocol
+        transport = getattr(getattr(protocol, "connection", None), "_transport", None)
+        channel.close()
+        if transport is not None:
+            # close() alone waits for unsent bytes, which a dead peer never takes.
+            transport.abort()
+
+    def _limit_incoming(self, stream: grpclib.client.Stream[Any, Any]) -> None:
+        raw, limit = stream._stream, self._max_message_bytes
+        receive = raw.recv_data
+
+        async def limited(size: int) -> bytes:
+            if size > limit:
+                raise _TooLarge(f"a message of {size} bytes came, at most {limit} are accepted")
+            return await receive(size)
+
+        raw.recv_data = limited  # type: ignore[method-assign]
+
+    def _translated(self, error: Exception, method: str, timeout_s: float, *, sent: bool) -> errors.RpcError:
+        address = str(self.address)
+        if isinstance(error, GRPCError):
+            return errors.answered(error.status.value, error.message, method=method, address=address)
+        if isinstance(error, TimeoutError):
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+            details = f"{'no answer' if sent else 'no connection'} within {timeout_s:g} s"
+        elif isinstance(error, _TooLarge):
+            code, details = grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
+        elif isinstance(error, (OSError, StreamTerminatedError, H2Error, AttributeError)):
+            # AttributeError: grpclib deletes parts of a connection that it closes under a call.
+            code, details = grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__
+        else:
+            code, details = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
+        return errors.rpc_error(code, details, method=method, address=address, outcome_unknown=sent)
+
+
+class Unary(Generic[Q, A]):
+    """A unary RPC, declared once as a class attribute of a client and called on its instances."""
+
+    def __init__(self, service: str, name: str, request_type: type[Q], answer_type: type[A]) -> None:
+        self.path = f"/{service}/{name}"
+        self.name = name
+        self.request_type = request_type
+        self.answer_type = answer_type
+
+    @overload
+    def __get__(self, client: None, owner: type[Client]) -> Unary[Q, A]: ...
+    @overload
+    def __get__(self, client: Client, owner: type[Client]) -> BoundUnary[Q, A]: ...
+    def __get__(self, client: Client | None, owner: type[Client]) -> Unary[Q, A] | BoundUnary[Q, A]:
+        return self if client is None else BoundUnary(client, self)
+
+
+class BoundUnary(Generic[Q, A]):
+    """A unary RPC of one client."""
+
+    __slots__ = ("_client", "_method")
+
+    def __init__(self, client: Client, method: Unary[Q, A]) -> None:
+        self._client = client
+        self._method = method
+
+    async def __call__(self, request: Q, *, timeout_s: float | None = None) -> A:
+        """Sends `request` and returns the answer; the client's `rpc_timeout_s` bounds it by default.
+
+        Raises:
+            RpcError: every failure, as the subclass of its status.
+            UsageError: the token file can't be read.
+        """
+        return await self._client.call(self._method, request, timeout_s)
+
+
+class ServerStream(Generic[Q, A]):
+    """A server-streaming RPC, declared once as a class attribute of a client."""
+
+    def __init__(self, service: str, name: str, request_type: type[Q], answer_type: type[A]) -> None:
+        self.path = f"/{service}/{name}"
+        self.name = name
+        self.request_type = request_type
+        self.answer_type = answer_type
+
+    @overload
+    def __get__(self, client: None, owner: type[Client]) -> ServerStream[Q, A]: ...
+    @overload
+    def __get__(self, client: Client, owner: type[Client]) -> BoundStream[Q, A]: ...
+    def __get__(self, client: Client | None, owner: type[Client]) -> ServerStream[Q, A] | BoundStream[Q, A]:
+        return self if client is None else BoundStream(client, self)
+
+
+class BoundStream(Generic[Q, A]):
+    """A server-streaming RPC of one client."""
+
+    __slots__ = ("_client", "_method")
+
+    def __init__(self, client: Client, method: ServerStream[Q, A]) -> None:
+        self._client = client
+        self._method = method
+
+    def __call__(
+        self, request: Q, *, silence_s: float | None = None
+    ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[A]]:
+        """Opens the stream: `async with ...(request) as messages: async for message in messages`.
+
+        Leaving the block ends the stream. At most 16 messages wait to be taken; then the server is
+        slowed down. A stream that says nothing for `silence_s` (default: the client's
+        `rpc_timeout_s`), its first message included, is DeadlineExceeded and its connection dropped.
+
+        Raises:
+            RpcError: from the iterator, as the subclass of the status.
+        """
+        silence_s = self._client.rpc_timeout_s if silence_s is None else silence_s
+        return self._client.stream(self._method, request, silence_s)
+
+
+class _TooLarge(Exception):
+    """An incoming message is over the limit."""
+
+
+class _EmptyAnswer(Exception):
+    """The server said OK and sent no message."""
+
+
+def _status_of(call: grpclib.client.Stream[Any, Any], error: Exception) -> Exception:
+    """The status that the server sent, where grpclib's client did not look for it.
+
+    grpclib's own server answers an unknown method without a content type, and its client complains of
+    that before it reads the status.
+    """
+    headers = dict(getattr(getattr(call, "_stream", None), "headers", None) or ())
+    number = headers.get("grpc-status", "")
+    if not isinstance(error, GRPCError) or "content-type" in headers or not number.isdigit():
+        return error
+    try:
+        return GRPCError(Status(int(number)), headers.get("grpc-message"))
+    except ValueError:
+        return error
+
+
+class _Messages(Generic[A]):
+    """Takes messages from a pump's queue until the end or the error that it left there."""
+
+    def __init__(self, queue: asyncio.Queue[A | errors.RpcError | None]) -> None:
+        self._queue = queue
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> A:
+        item = await self._queue.get()
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, errors.RpcError):
+            raise item
+        return item
+
+
+async def _in_own_task(call: Coroutine[Any, Any, T]) -> T:
+    """Awaits `call` in a task of its own.
+
+    grpclib cancels the task in which a call broke and never takes that back; in the caller's task this
+    would leave a count that hides a timeout around the call, and swallow a cancellation that came at
+    the same moment.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait([task])
+    finally:
+        if not task.done():
+            await _ended(task)
+    return task.result()
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Cancels `task` and waits until it ended, shielded and bounded."""
+    task.cancel()
+    with anyio.CancelScope(shield=True):
+        await asyncio.wait([task], timeout=_CLEANUP_S)
+    if task.done() and not task.cancelled():
+        task.exception()

@@ -1,0 +1,116 @@
+"""The clients: `ControlPlane` for the central server, `WorkerEndpoint` for a trainer's process.
+
+Every RPC is an async method that takes its request message and `timeout_s` (a stream: `silence_s`).
+"""
+
+from __future__ import annotations
+
+from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
+from modelexpress_rl._pb import refit_pb2 as refit
+from modelexpress_rl.rpc.channel import Client, ServerStream, Unary
+
+REFIT_SERVICE = "model_express.refit.RefitService"
+WORKER_SERVICE = "model_express.refit.RefitWorkerService"
+CONTROL_SERVICE = "modelexpress_rl.v1.RefitControlService"
+DIGEST_SERVICE = "modelexpress_rl.v1.RefitWorkerDigestService"
+
+
+class ControlPlane(Client):
+    """RefitService, which every server has, and RefitControlService, which an older one answers with
+    `Unimplemented`.
+    """
+
+    create_weight_version = Unary(
+        REFIT_SERVICE,
+        "CreateWeightVersion",
+        refit.CreateWeightVersionRequest,
+        refit.CreateWeightVersionResponse,
+    )
+    get_weight_version = Unary(
+        REFIT_SERVICE, "GetWeightVersion", refit.GetWeightVersionRequest, refit.GetWeightVersionResponse
+    )
+    delete_weight_version = Unary(
+        REFIT_SERVICE,
+        "DeleteWeightVersion",
+        refit.DeleteWeightVersionRequest,
+        refit.DeleteWeightVersionResponse,
+    )
+    update_weight_version_state = Unary(
+        REFIT_SERVICE,
+        "UpdateWeightVersionState",
+        refit.UpdateWeightVersionStateRequest,
+        refit.UpdateWeightVersionStateResponse,
+    )
+    register_worker = Unary(
+        REFIT_SERVICE, "RegisterWorker", refit.RegisterWorkerRequest, refit.RegisterWorkerResponse
+    )
+    create_weight_version_shard = Unary(
+        REFIT_SERVICE,
+        "CreateWeightVersionShard",
+        refit.CreateWeightVersionShardRequest,
+        refit.CreateWeightVersionShardResponse,
+    )
+    list_weight_version_shards = Unary(
+        REFIT_SERVICE,
+        "ListWeightVersionShards",
+        refit.ListWeightVersionShardsRequest,
+        refit.ListWeightVersionShardsResponse,
+    )
+    delete_weight_version_shard = Unary(
+        REFIT_SERVICE,
+        "DeleteWeightVersionShard",
+        refit.DeleteWeightVersionShardRequest,
+        refit.DeleteWeightVersionShardResponse,
+    )
+    register_version_lease = Unary(
+        REFIT_SERVICE,
+        "RegisterVersionLease",
+        refit.RegisterVersionLeaseRequest,
+        refit.RegisterVersionLeaseResponse,
+    )
+    delete_version_lease = Unary(
+        REFIT_SERVICE,
+        "DeleteVersionLease",
+        refit.DeleteVersionLeaseRequest,
+        refit.DeleteVersionLeaseResponse,
+    )
+
+    get_server_info = Unary(
+        CONTROL_SERVICE, "GetServerInfo", v1.GetServerInfoRequest, v1.GetServerInfoResponse
+    )
+    watch_version = ServerStream(
+        CONTROL_SERVICE, "WatchVersion", v1.WatchVersionRequest, v1.WatchVersionResponse
+    )
+    watch_model = ServerStream(CONTROL_SERVICE, "WatchModel", v1.WatchModelRequest, v1.WatchModelResponse)
+    list_versions = Unary(CONTROL_SERVICE, "ListVersions", v1.ListVersionsRequest, v1.ListVersionsResponse)
+    list_workers = Unary(CONTROL_SERVICE, "ListWorkers", v1.ListWorkersRequest, v1.ListWorkersResponse)
+    release_version = Unary(
+        CONTROL_SERVICE, "ReleaseVersion", v1.ReleaseVersionRequest, v1.ReleaseVersionResponse
+    )
+    retract_shard = Unary(CONTROL_SERVICE, "RetractShard", v1.RetractShardRequest, v1.RetractShardResponse)
+    unregister_worker = Unary(
+        CONTROL_SERVICE, "UnregisterWorker", v1.UnregisterWorkerRequest, v1.UnregisterWorkerResponse
+    )
+    acquire_version_lease = Unary(
+        CONTROL_SERVICE, "AcquireVersionLease", v1.AcquireVersionLeaseRequest, v1.VersionLeaseResponse
+    )
+    renew_version_lease = Unary(
+        CONTROL_SERVICE, "RenewVersionLease", v1.RenewVersionLeaseRequest, v1.VersionLeaseResponse
+    )
+    report_serving = Unary(
+        CONTROL_SERVICE, "ReportServing", v1.ReportServingRequest, v1.ReportServingResponse
+    )
+
+
+class WorkerEndpoint(Client):
+    """A trainer process's manifests, and digests where it is one of ours."""
+
+    get_weight_version_shard_manifest = Unary(
+        WORKER_SERVICE,
+        "GetWeightVersionShardManifest",
+        refit.GetWeightVersionShardManifestRequest,
+        refit.GetWeightVersionShardManifestResponse,
+    )
+    get_shard_digests = Unary(
+        DIGEST_SERVICE, "GetShardDigests", v1.GetShardDigestsRequest, v1.GetShardDigestsResponse
+    )
