@@ -10,17 +10,6 @@ from typing import Any
 
 from modelexpress_rl.errors import UsageError
 
-# What megatron-core 0.16 says on import where its optional CUDA parts are missing, and what torch then
-# says about megatron's use of it. Nothing else is silenced.
-_EXPECTED = (
-    r"Transformer Engine and Apex are not installed",
-    r"Apex is not installed",
-    r"The following imports from `dynamic_context.py` will be removed",
-    r"`torch\.jit\.script.*` is deprecated",
-    r"Failed to find .*",
-    r"pkg_resources is deprecated",
-)
-
 
 def import_megatron(module: str) -> Any:
     """Import `module` of megatron-core, without its warnings about parts that a CPU has no use for.
@@ -42,8 +31,11 @@ def import_megatron(module: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back the warnings that megatron-core is known to give on a CPU, and only those."""
+    """Hold back what megatron-core and torch say of themselves while megatron is imported or built.
+
+    Megatron-core 0.16 warns on import of missing CUDA parts, of its own deprecated modules and of torch
+    functions that it still uses: nothing that a user of ours can act on. Other modules' warnings pass.
+    """
     with warnings.catch_warnings():
-        for message in _EXPECTED:
-            warnings.filterwarnings("ignore", message=message)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
         yield
