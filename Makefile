@@ -1,0 +1,48 @@
+# Two commands do everything: `make demo` and `make test`. The rest is for working on the project.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST_ARGS ?=
+
+.PHONY: demo test install check proto machines format clean
+
+demo: install  ## a Megatron trainer refits generators, step after step, and proves the bytes
+	$(BIN)/mx-rl demo
+
+test: demo check  ## the demo, the checks, then every test; a part that can't be installed is skipped by name
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m coverage report
+
+install: $(VENV)/.installed
+
+# torch first: the packages after it then find their torch and fetch no other build.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) torch==2.13.0 || echo "torch can't be installed here: what needs it is skipped"
+	$(PIP) -e '.[test]'
+	for extra in nixl megatron redis; do \
+		$(PIP) -e ".[$$extra]" || echo "extra '$$extra' can't be installed here: what needs it is skipped"; \
+	done
+	touch $@
+
+check: install  ## lint, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+proto: install  ## regenerate the code of proto/
+	$(BIN)/python -m proto.generate
+
+machines: install  ## regenerate the pages and diagrams of docs/machines
+	$(BIN)/python -m statemachines.render
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
