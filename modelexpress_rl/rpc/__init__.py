@@ -18,6 +18,7 @@ from modelexpress_rl.rpc.clients import (
     ControlPlane,
     WorkerEndpoint,
 )
+from modelexpress_rl.rpc.endpoint import EndpointServer
 from modelexpress_rl.rpc.errors import (
     Aborted,
     AlreadyExists,
@@ -46,6 +47,7 @@ __all__ = [
     "ControlPlane",
     "Credentials",
     "DeadlineExceeded",
+    "EndpointServer",
     "FailedPrecondition",
     "InvalidArgument",
     "NoCredentials",

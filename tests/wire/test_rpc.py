@@ -12,15 +12,17 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import grpc
+import grpc.aio
 import grpclib.server
 import pytest
 
 from modelexpress_rl import rpc
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
-from modelexpress_rl._pb import refit_grpc
+from modelexpress_rl._pb import refit_grpc, refit_pb2_grpc
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import StateError, TryAgainError, UsageError
 from tests.wire.fake_server import READY, STAGING, FakeControlPlane
@@ -228,10 +230,15 @@ async def test_leaving_a_stream_early_tells_the_server(fake: FakeControlPlane) -
 class ManifestService(refit_grpc.RefitWorkerServiceBase):
     def __init__(self, manifest: bytes) -> None:
         self.manifest = manifest
+        self.sending = 0
 
     async def GetWeightVersionShardManifest(self, stream: grpclib.server.Stream) -> None:  # type: ignore[type-arg]  # noqa: N802
         assert await stream.recv_message() is not None
-        await stream.send_message(refit.GetWeightVersionShardManifestResponse(manifest=self.manifest))
+        self.sending += 1
+        try:
+            await stream.send_message(refit.GetWeightVersionShardManifestResponse(manifest=self.manifest))
+        finally:
+            self.sending -= 1
 
 
 async def test_a_manifest_over_16_mib_passes_and_one_over_the_limit_does_not() -> None:
@@ -246,6 +253,39 @@ async def test_a_manifest_over_16_mib_passes_and_one_over_the_limit_does_not() -
             with pytest.raises(rpc.RpcError) as caught:
                 await endpoint.get_weight_version_shard_manifest(request)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_reader_that_leaves_in_the_middle_of_a_manifest_leaves_nothing_behind() -> None:
+    request = refit.GetWeightVersionShardManifestRequest(version_id="v", source_slot_id="s")
+    service = ManifestService(bytes(64 * 2**20))
+    async with rpc.EndpointServer([service], host="127.0.0.1") as server:
+        for _ in range(3):
+            endpoint = rpc.WorkerEndpoint(rpc.Address("127.0.0.1", server.port), max_message_bytes=2**20)
+            async with endpoint:
+                with pytest.raises(rpc.RpcError):
+                    await endpoint.get_weight_version_shard_manifest(request)
+        await _until(lambda: service.sending == 0)
+        with anyio.fail_after(5):
+            await server.aclose(grace_s=60)
+        await server.aclose()
+
+
+async def test_a_taken_port_is_named() -> None:
+    async with rpc.EndpointServer([ManifestService(b"")]) as first:
+        with pytest.raises(UsageError, match=f"{first.port} is taken"):
+            await rpc.EndpointServer([ManifestService(b"")], port=first.port).start()
+        with pytest.raises(UsageError, match=r"no-such-host.invalid:0"):
+            await rpc.EndpointServer([ManifestService(b"")], host="no-such-host.invalid").start()
+
+
+async def test_the_other_stack_reads_a_manifest_from_our_endpoint() -> None:
+    manifest = random.Random(1).randbytes(20 * 2**20)
+    request = refit.GetWeightVersionShardManifestRequest(version_id="v", source_slot_id="s")
+    async with _served(ManifestService(manifest)) as address:
+        channel = grpc.aio.insecure_channel(str(address), options=rpc.GRPC_SERVER_OPTIONS)
+        stub = refit_pb2_grpc.RefitWorkerServiceStub(channel)
+        assert (await stub.GetWeightVersionShardManifest(request, timeout=10)).manifest == manifest
+        await channel.close()
 
 
 async def test_a_big_request_passes_to_the_other_stack(fake: FakeControlPlane) -> None:
@@ -443,15 +483,9 @@ async def _until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None
 
 
 @contextlib.asynccontextmanager
-async def _served(*services: object) -> AsyncIterator[rpc.Address]:
-    server = grpclib.server.Server(services)  # type: ignore[arg-type]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        await server.start(sock=listener)
-        try:
-            yield rpc.parse_address(f"127.0.0.1:{listener.getsockname()[1]}")
-        finally:
-            server.close()
-            await server.wait_closed()
+async def _served(*services: Any) -> AsyncIterator[rpc.Address]:
+    async with rpc.EndpointServer(services, host="127.0.0.1") as server:
+        yield rpc.Address("127.0.0.1", server.port)
 
 
 @contextlib.contextmanager
