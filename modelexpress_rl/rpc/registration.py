@@ -130,6 +130,11 @@ class Registration:
         """Whether `Unreachable` or `Lost` was told and `Reachable` not yet."""
         return self._separated
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether nobody is being asked at present: from `Unreachable` or `Lost` to the next answer."""
+        return self._away_told or self._lost_told
+
     def readers_gone_ms(self, lease_ttl_ms: int) -> int:
         """When, by `clock`, no reader can be left that was told that we are live.
 
