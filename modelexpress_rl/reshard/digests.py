@@ -150,8 +150,13 @@ def shard_digests(box: Bytes, parts: list[int]) -> bytes:
     """Digests of a contiguous shard: its bands, then its tiles where the last axis is cut."""
     if parts[-1] == 1:
         return box_digests(box, parts)
-    bands, tiles = [], []
+    bands: list[bytes] = []
+    tiles: list[bytes] = []
     for band in _bands(box, parts):
+        if band.nbytes <= BLOCK_BYTES:
+            bands.append(xxhash.xxh3_128_digest(np.ascontiguousarray(band).data))
+            tiles += _small_digests(band, parts[-1])
+            continue
         whole = xxhash.xxh3_128()
         cut = [xxhash.xxh3_128() for _ in range(parts[-1])]
         for block in _row_blocks(band):
@@ -174,12 +179,20 @@ def box_digests(box: Bytes, parts: list[int]) -> bytes:
         if parts[-1] == 1 and band.flags.c_contiguous:
             found.append(xxhash.xxh3_128_digest(band.data))
             continue
+        if band.nbytes <= BLOCK_BYTES:
+            found += _small_digests(band, parts[-1])
+            continue
         cut = [xxhash.xxh3_128() for _ in range(parts[-1])]
         for block in _row_blocks(band):
             for column, part in zip(cut, _columns(block, parts[-1]), strict=True):
                 column.update(part.data)
         found += [column.digest() for column in cut]
     return b"".join(found)
+
+
+def _small_digests(band: Bytes, count: int) -> list[bytes]:
+    columns = _columns(band.reshape(-1, band.shape[-1]), count)
+    return [xxhash.xxh3_128_digest(column.data) for column in columns]
 
 
 def _bands(box: Bytes, parts: list[int]) -> Iterator[Bytes]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -15,6 +16,9 @@ from modelexpress_rl.reshard.manifest import Manifest
 from modelexpress_rl.reshard.merge import Merged, SourceManifest, merge
 from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.plan import Plan
+
+# More on request; no deadline, because a busy machine is no failure.
+many = settings(max_examples=int(os.environ.get("MX_TEST_EXAMPLES", "100")), deadline=None)
 
 ELSIZE = {"torch.uint8": 1, "torch.bfloat16": 2, "torch.float32": 4, "torch.float64": 8}
 Axis = list[int]  # the cuts of one axis: 0, ..., extent
@@ -138,7 +142,3 @@ def worlds(draw: st.DrawFn, *, conflicting: bool = True) -> tuple[World, list[Ne
         if draw(st.booleans()):
             needs.append(Need(name, dtype, (0,) * len(shape), shape))
     return publish(tensors, sources, gap_bytes=draw(st.sampled_from([0, 8]))), needs
-
-
-def element_count(needs: list[Need]) -> int:
-    return sum(prod(need.shape) for need in needs)

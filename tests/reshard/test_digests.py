@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelexpress_rl.errors import DigestMismatch, ManifestError, UsageError
+from modelexpress_rl.errors import DigestMismatch, GeometryError, ManifestError, UsageError
 from modelexpress_rl.reshard import digests as digests_module
 from modelexpress_rl.reshard.digests import (
     DigestTable,
@@ -23,10 +23,11 @@ from modelexpress_rl.reshard.digests import (
     tile_parts,
 )
 from modelexpress_rl.reshard.geometry import Shard, ShardTable, Source
+from modelexpress_rl.reshard.memory import as_bytes, bytes_at
 from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.planner import plan
-from modelexpress_rl.reshard.verify import Verified, Verifier
-from tests.reshard.reference import World, address, publish, pull, worlds
+from modelexpress_rl.reshard.verify import Verified, Verifier, refuse_disagreeing_replicas
+from tests.reshard.reference import World, address, many, publish, pull, worlds
 
 FINE = GridRule(min_tile_bytes=64, fine_tile_bytes=64)
 SHA = "ab" * 32
@@ -63,6 +64,7 @@ def pulled(world: World, needs: NeedTable) -> tuple[Verifier, np.ndarray]:
     return Verifier.of(made, needs, merged, published_digests(world)), arena
 
 
+@many
 @given(worlds())
 def test_what_was_read_right_is_verified_in_any_geometry(drawn: tuple[World, list[Need]]) -> None:
     world, needs = drawn
@@ -114,6 +116,7 @@ def test_the_box_named_holds_the_wrong_byte() -> None:
         verifier.verify(arena)
 
 
+@many
 @given(worlds(conflicting=False), st.data())
 def test_a_flip_in_a_wholly_verified_piece_is_found(
     drawn: tuple[World, list[Need]], data: st.DataObject
@@ -162,6 +165,34 @@ def test_a_verifier_is_renewed_for_the_next_version() -> None:
     assert after.verify(arena).unverified_bytes == 0
     with pytest.raises(UsageError, match="not of the structure"):
         verifier.renewed(published_digests(world, GridRule()))
+
+
+def test_replicas_that_differ_are_refused_before_anything_is_read() -> None:
+    world = one_tensor((64, 96), *[((0, 0), (64, 96))] * 3, dtype="torch.bfloat16")
+    digests = published_digests(world)
+    refuse_disagreeing_replicas(world.merged(), digests)
+    world.buffers[2][5000] ^= 1
+    changed = published_digests(world)
+    with pytest.raises(GeometryError, match=r"tensor 't': replicas of .* differ, worker 'w1'.* worker 'w2'"):
+        refuse_disagreeing_replicas(world.merged(), changed)
+    silent = {source: table for source, table in changed.items() if source.worker_id != "w2"}
+    refuse_disagreeing_replicas(world.merged(), silent)
+    otherwise = published_digests(world, GridRule())[world.manifests[2].source]
+    refuse_disagreeing_replicas(world.merged(), {**silent, world.manifests[2].source: otherwise})
+
+
+def test_memory_is_viewed_without_a_copy() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    view = as_bytes(tensor)
+    assert bytes_at(tensor.data_ptr(), 12).tobytes() == view.tobytes()
+    view[:] = 0
+    assert not tensor.any()
+    assert as_bytes(torch.tensor(1.0)).shape == (4,)
+    assert as_bytes(np.zeros((2, 2), np.float32)).shape == (16,)
+    for wrong in (tensor.t(), np.zeros((4, 4))[:, 1:], torch.empty(2, device="meta")):
+        with pytest.raises(UsageError, match="weight: expected"):
+            as_bytes(wrong, name="weight")
 
 
 @pytest.mark.parametrize(
@@ -228,6 +259,7 @@ def test_digests_of_another_manifest_are_refused() -> None:
         decode_digests(huge, table, SHA)
 
 
+@many
 @given(st.integers(0, 150), st.binary(max_size=4), st.integers(0, 8))
 def test_damaged_digests_are_refused(at: int, inserted: bytes, removed: int) -> None:
     table, made = shard_table()

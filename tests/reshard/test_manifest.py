@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from modelexpress_rl.errors import ManifestError
 from modelexpress_rl.reshard.geometry import Shard, ShardTable
 from modelexpress_rl.reshard.manifest import Manifest, decode, digest, encode
+from tests.reshard.reference import many
 
 GOLDEN = (Path(__file__).parent.parent / "data" / "manifest_v1.json").read_bytes()
 GOLDEN_SHA256 = "015ed9b82495b04f044355782e2cd1ac54f6189d0bd0d30de5edf4d8b1059bf4"
@@ -62,6 +63,7 @@ def shard_lists(draw: st.DrawFn) -> list[Shard]:
     return made
 
 
+@many
 @given(shard_lists(), st.binary(max_size=80))
 def test_what_is_encoded_is_decoded(shards: list[Shard], meta: bytes) -> None:
     data = encode(Manifest("a", "h:1", meta, ShardTable.build(shards)))
@@ -191,6 +193,7 @@ def paths(node: Any, at: tuple[str | int, ...] = ()) -> list[tuple[str | int, ..
     return [*([at] if at else []), *(path for step, inner in steps for path in paths(inner, (*at, step)))]
 
 
+@many
 @given(st.sampled_from(paths(golden())), JSON | st.just(...))
 def test_any_value_anywhere_is_accepted_or_a_manifest_error(
     path: tuple[str | int, ...], value: object
@@ -202,6 +205,7 @@ def test_any_value_anywhere_is_accepted_or_a_manifest_error(
     assert decode(encode(manifest)).table.total_bytes == manifest.table.total_bytes
 
 
+@many
 @given(st.integers(0, len(GOLDEN) - 1), st.binary(max_size=6), st.integers(0, 40))
 @example(0, b"", len(GOLDEN))
 def test_any_damage_is_accepted_or_a_manifest_error(at: int, inserted: bytes, removed: int) -> None:

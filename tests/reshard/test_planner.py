@@ -17,7 +17,7 @@ from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.planner import plan, replan
 from modelexpress_rl.reshard.proof import prove_plan
 from tests.reshard import model_geometry
-from tests.reshard.reference import World, need_bytes, publish, pull, worlds
+from tests.reshard.reference import World, many, need_bytes, publish, pull, worlds
 
 BF16 = "torch.bfloat16"
 
@@ -31,6 +31,7 @@ def assert_bytes(world: World, needs: list[Need], table: NeedTable, arena: np.nd
         assert need_bytes(table, arena, i) == world.expected(need), need
 
 
+@many
 @given(worlds(), st.sampled_from([1, 64]), st.integers(0, 3))
 def test_any_plan_moves_the_bytes_of_a_gather_and_a_slice(
     drawn: tuple[World, list[Need]], align_bytes: int, spread: int
@@ -50,6 +51,7 @@ def test_any_plan_moves_the_bytes_of_a_gather_and_a_slice(
     assert made.explain().startswith("this rank reads")
 
 
+@many
 @given(worlds(), st.integers(0, 3))
 def test_the_same_arguments_give_the_same_plan(drawn: tuple[World, list[Need]], spread: int) -> None:
     world, needs = drawn
@@ -59,6 +61,7 @@ def test_the_same_arguments_give_the_same_plan(drawn: tuple[World, list[Need]], 
         assert (getattr(a.pieces, column) == getattr(b.pieces, column)).all()
 
 
+@many
 @given(worlds(), st.data())
 def test_a_failed_source_is_replaced_by_others_or_named(
     drawn: tuple[World, list[Need]], data: st.DataObject
@@ -86,6 +89,7 @@ def test_a_failed_source_is_replaced_by_others_or_named(
     assert_bytes(world, needs, table, arena)
 
 
+@many
 @given(worlds(conflicting=False), st.data())
 def test_a_missing_box_fails_by_name_and_box(drawn: tuple[World, list[Need]], data: st.DataObject) -> None:
     world, needs = drawn
