@@ -97,7 +97,8 @@ def build_gpt(
     """This rank's part of a `megatron.core` GPTModel on the CPU; parallel state must exist.
 
     The same seed gives the same global weights whatever the tensor-parallel size. With `tie` the output
-    layer is the word embedding.
+    layer is the word embedding. With fewer `kv_groups` than ranks the model can be built but not run:
+    Megatron's forward then gathers on a CUDA device.
 
     Raises:
         UsageError: megatron-core isn't installed, or sizes don't divide.

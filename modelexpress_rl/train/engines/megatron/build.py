@@ -85,7 +85,7 @@ def _axis(name: str, task: Any) -> int | None:
     """The sharded axis. A mapping class that isn't known by its exact name may change values."""
     kind = type(task.mapping).__name__
     if getattr(task.mapping, "permute_dims", None):
-        fail(name, f"{kind} permutes axes ({task.mapping.permute_dims}), which has no zero-copy view")
+        fail(name, f"{kind} permutes axes {task.mapping.permute_dims}, which has no zero-copy view")
     if kind == "AutoMapping":
         return _detected_axis(name, task)
     if kind not in _AXIS_OF_MAPPING:
