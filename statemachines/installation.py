@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from statemachines.ids import VersionId
+from statemachines.ids import VersionId, WorkerId
 from statemachines.installation_records import (
     Abandoned,
     Effect,
@@ -84,8 +84,8 @@ def coverage_is_proven(record: InstallationRecord, event: PlanMade, now_ms: int)
 
 
 def sources_are_confirmed(record: InstallationRecord, event: PullStarted, now_ms: int) -> None:
-    """Check: every source was confirmed live at the last renewal; else it may count itself free."""
-    _require_confirmed(record, _planned(record).sources, event.confirmed)
+    """Check: every source was live at the grant and ever since; else it may count itself free."""
+    _require_confirmed(record, _planned(record).sources, _confirmed(record, event))
 
 
 def last_read_was_protected(record: InstallationRecord, event: PullVerified, now_ms: int) -> None:
@@ -102,8 +102,7 @@ def last_read_was_protected(record: InstallationRecord, event: PullVerified, now
 
 def every_source_was_live(record: InstallationRecord, event: PullVerified, now_ms: int) -> None:
     """Check: no source that was read from has dropped out of the last renewal."""
-    working = record.working
-    assert isinstance(working, Pulling)
+    working = _pulling(record)
     _require_confirmed(record, working.sources, working.confirmed)
 
 
@@ -131,8 +130,16 @@ def _require_confirmed(
 
 
 def has_another_source(record: InstallationRecord, event: SourceFailed, now_ms: int) -> bool:
-    """Guard: a replica has what the lost source had, and the lease still protects it."""
-    return event.sources is not None and now_ms < _leased(record).lease_deadline_ms
+    """Guard: live replicas have what the lost source had, and what it has delivered is good.
+
+    It is not while reads from the lost source are in flight, which may land on top of a replica's; nor
+    once that source has been without protection.
+    """
+    working = _pulling(record)
+    until_ms = working.lease_deadline_ms if working.sources_until_ms is None else working.sources_until_ms
+    if event.sources is None or event.reads_in_flight or now_ms >= until_ms:
+        return False
+    return event.sources <= working.confirmed
 
 
 def lease_is_live(record: InstallationRecord, event: LeaseRenewed, now_ms: int) -> bool:
@@ -160,30 +167,37 @@ def _lease(record: InstallationRecord, event: LeaseGranted, now_ms: int) -> Outc
 def _renew(record: InstallationRecord, event: LeaseRenewed, now_ms: int) -> Outcome:
     working = _leased(record)
     deadline = max(working.lease_deadline_ms, event.lease_deadline_ms)
+    # A publisher that was missing once may have counted itself free in between: it never comes back.
     if isinstance(working, Pulling):
-        # A source that was missing once may have counted itself free in between: it never comes back.
-        confirmed = working.confirmed & event.confirmed
-        return replace(record, working=replace(working, lease_deadline_ms=deadline, confirmed=confirmed)), ()
+        confirmed, until_ms = working.confirmed & event.confirmed, working.sources_until_ms
+        if until_ms is None and not working.sources <= confirmed:
+            until_ms = working.lease_deadline_ms
+        working = replace(working, confirmed=confirmed, sources_until_ms=until_ms)
+    else:
+        known = working.still_live
+        working = replace(working, still_live=event.confirmed if known is None else known & event.confirmed)
     return replace(record, working=replace(working, lease_deadline_ms=deadline)), ()
 
 
 def _plan(record: InstallationRecord, event: PlanMade, now_ms: int) -> Outcome:
     at = _leased(record)
-    working = Planned(at.version_id, at.lease_id, at.lease_deadline_ms, event.sources)
+    working = Planned(
+        at.version_id, at.lease_id, at.lease_deadline_ms, event.sources, still_live=at.still_live
+    )
     return replace(record, working=working), ()
 
 
 def _pull(record: InstallationRecord, event: PullStarted, now_ms: int) -> Outcome:
     at = _planned(record)
-    working = Pulling(at.version_id, at.lease_id, at.lease_deadline_ms, at.sources, event.confirmed)
+    confirmed = _confirmed(record, event)
+    working = Pulling(at.version_id, at.lease_id, at.lease_deadline_ms, at.sources, confirmed)
     return replace(record, working=working), (PostReads(at.version_id, at.sources),)
 
 
 def _fail_over(record: InstallationRecord, event: SourceFailed, now_ms: int) -> Outcome:
-    working = record.working
-    assert isinstance(working, Pulling)
+    working = _pulling(record)
     assert event.sources is not None
-    moved = replace(working, sources=event.sources)
+    moved = replace(working, sources=event.sources, sources_until_ms=None)
     return replace(record, working=moved), (PostReads(working.version_id, event.sources),)
 
 
@@ -238,6 +252,16 @@ def _leased(record: InstallationRecord) -> Leased:
 def _planned(record: InstallationRecord) -> Planned:
     assert isinstance(record.working, Planned)
     return record.working
+
+
+def _pulling(record: InstallationRecord) -> Pulling:
+    assert isinstance(record.working, Pulling)
+    return record.working
+
+
+def _confirmed(record: InstallationRecord, event: PullStarted) -> frozenset[WorkerId]:
+    still_live = _planned(record).still_live
+    return event.confirmed if still_live is None else event.confirmed & still_live
 
 
 def _written(record: InstallationRecord) -> VersionId:

@@ -5,7 +5,7 @@ Times are monotonic milliseconds of the generator's own process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -49,11 +49,15 @@ Resting: TypeAlias = Idle | Serving | Uncertain
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """A lease protects `version_id`; it may be read until `lease_deadline_ms` of our own clock."""
+    """A lease protects `version_id`; it may be read until `lease_deadline_ms` of our own clock.
+
+    `still_live` are the publishers that every renewal so far has confirmed; None before the first.
+    """
 
     version_id: VersionId
     lease_id: LeaseId
     lease_deadline_ms: int
+    still_live: frozenset[WorkerId] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,14 @@ class Planned(Leased):
 
 @dataclass(frozen=True, slots=True)
 class Pulling(Planned):
-    """Reads are posted; `confirmed` are the sources that the last renewal said are live."""
+    """Reads are posted; `confirmed` are the publishers that every renewal so far said are live.
+
+    Once a source has dropped out of them, what was read from it is good until `sources_until_ms`: the
+    lease goes on, and no longer protects that source.
+    """
 
     confirmed: frozenset[WorkerId]
+    sources_until_ms: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +142,11 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed:
-    """A renewal succeeded, and said which publishers are live."""
+    """A renewal succeeded, and said which publishers are live.
+
+    A publisher counts only with the publication that was granted: the same worker with another manifest
+    is not in `confirmed`.
+    """
 
     lease_deadline_ms: int
     confirmed: frozenset[WorkerId]
@@ -149,14 +162,17 @@ class PlanMade:
 
 @dataclass(frozen=True, slots=True)
 class PullStarted:
-    """The reads are posted; all sources were live at the last renewal or at the grant."""
+    """The reads are about to be posted; `confirmed` were live at the last renewal or at the grant."""
 
     confirmed: frozenset[WorkerId]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFailed:
-    """A source is lost; `sources` is the plan without it, None where no replica has its ranges."""
+    """A source is lost; `sources` is the plan without it, None where no replica has its ranges.
+
+    `reads_in_flight`: reads from it can't be ended, and may yet land where a replica's would.
+    """
 
     source: WorkerId
     sources: frozenset[WorkerId] | None

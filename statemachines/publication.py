@@ -6,13 +6,17 @@
 breaks both, and no path leaves one of them open. What the states protect is a buffer that others read
 one-sidedly: it may be written again only in REUSABLE.
 
-ORPHANED means that the control plane can't be asked. It holds the one bound on which a publisher may
-rely then: registration TTL + lease TTL + margin after the last renewal that succeeded. By then the
-registration has lapsed, so no reader can have confirmed this source since, and every lease under which
-one had been confirmed has lapsed too. Times are milliseconds by the process's monotonic clock.
+ORPHANED means that the control plane can't be asked, or no longer knows who reads. It holds the one
+bound on which a publisher may rely then, `readers_gone_by_ms`: by then no reader can have confirmed
+this source for a lease TTL. A later separation moves the bound, never back. Readers that the control
+plane has forgotten are waited for even where it answers again and says that nobody reads.
+
+Times are milliseconds by the process's monotonic clock.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from statemachines.kernel import Cell, Decision, Guard, Row, Table, cells, stay
 from statemachines.publication_records import (
@@ -58,6 +62,20 @@ from statemachines.publication_records import (
 
 CAPTURING, STAGED, PUBLISHED, DRAINING, ORPHANED, REUSABLE, FAILED = PublicationState
 
+
+def readers_gone_by_ms(
+    renewal_ended_ms: int, registration_ttl_ms: int, lease_ttl_ms: int, margin_ms: int
+) -> int:
+    """When no reader can be left of a publisher that the control plane knows no more.
+
+    `renewal_ended_ms` is when the last renewal that may have been applied ended: with a reply, or with
+    none where the request may have arrived. So while it is cut off a publisher asks only what changes
+    nothing until it is answered, or the bound would move with every attempt. `lease_ttl_ms` is the
+    longest lease that the control plane grants.
+    """
+    return renewal_ended_ms + registration_ttl_ms + lease_ttl_ms + margin_ms
+
+
 # Guards.
 
 
@@ -76,39 +94,81 @@ def is_wanted_back(record: PublicationRecord, event: Reachable, now_ms: int) -> 
     return isinstance(record.phase, Orphaned) and record.phase.released
 
 
+def readers_are_forgotten(record: PublicationRecord, event: Drained, now_ms: int) -> bool:
+    """Guard: there may be readers of whom the control plane does not know that they read."""
+    until_ms = _forgotten_until_ms(record.phase)
+    return until_ms is not None and now_ms < until_ms
+
+
+def _forgotten_until_ms(phase: Phase) -> int | None:
+    if isinstance(phase, Orphaned):
+        return phase.bound_ms if phase.forgotten else None
+    return phase.forgotten_until_ms if isinstance(phase, Published | Draining) else None
+
+
 # Actions.
 
 
 def _to(phase: Phase, *effects: Effect) -> Row:
     def act(record: PublicationRecord, event: Event, now_ms: int) -> Outcome:
-        return PublicationRecord(record.version_id, record.slot_id, phase), effects
+        return _in(record, phase), effects
 
     return Row(STATES[type(phase)], act)
+
+
+def _in(record: PublicationRecord, phase: Phase) -> PublicationRecord:
+    return replace(record, phase=phase)
 
 
 def _when(guard: Guard, row: Row) -> Row:
     return Row(row.target, row.do, guard)
 
 
+def _confirm(record: PublicationRecord, event: Announced, now_ms: int) -> Outcome:
+    return _in(record, Published(True, _forgotten_until_ms(record.phase))), ()
+
+
+def _announce_again(record: PublicationRecord, event: Event, now_ms: int) -> Outcome:
+    effects = (ServeManifest(), AnnounceShard()) if isinstance(event, Reachable) else (AnnounceShard(),)
+    return _in(record, Published(False, _forgotten_until_ms(record.phase))), effects
+
+
+def _drain(record: PublicationRecord, event: Event, now_ms: int) -> Outcome:
+    return _in(record, Draining(_forgotten_until_ms(record.phase))), (WatchDrain(),)
+
+
 def _orphan(
     record: PublicationRecord, event: VersionLost | RegistrationLost | ServerUnreachable, now_ms: int
 ) -> Outcome:
-    phase = Orphaned(event.bound_ms, isinstance(record.phase, Draining))
-    return PublicationRecord(record.version_id, record.slot_id, phase), (ArmBound(event.bound_ms),)
+    before, until_ms = record.phase, _forgotten_until_ms(record.phase)
+    earlier_ms = before.bound_ms if isinstance(before, Orphaned) else until_ms
+    after = Orphaned(
+        bound_ms=event.bound_ms if earlier_ms is None else max(event.bound_ms, earlier_ms),
+        released=isinstance(before, Draining) or (isinstance(before, Orphaned) and before.released),
+        forgotten=isinstance(event, VersionLost) or (until_ms is not None and now_ms < until_ms),
+    )
+    return (record, ()) if after == before else (_in(record, after), (ArmBound(after.bound_ms),))
+
+
+def _wait_for_forgotten(record: PublicationRecord, event: Drained, now_ms: int) -> Outcome:
+    assert isinstance(record.phase, Draining)
+    assert record.phase.forgotten_until_ms is not None
+    bound_ms = record.phase.forgotten_until_ms
+    return _in(record, Orphaned(bound_ms, released=True, forgotten=True)), (ArmBound(bound_ms),)
 
 
 def _want_back(record: PublicationRecord, event: Event, now_ms: int) -> Outcome:
     assert isinstance(record.phase, Orphaned)
-    return PublicationRecord(record.version_id, record.slot_id, Orphaned(record.phase.bound_ms, True)), ()
+    return _in(record, replace(record.phase, released=True)), ()
 
 
 def _fail(record: PublicationRecord, event: CaptureFailed, now_ms: int) -> Outcome:
-    failed = PublicationRecord(record.version_id, record.slot_id, Failed(event.reason))
-    return failed, (BreakFences(event.reason),)
+    return _in(record, Failed(event.reason)), (BreakFences(event.reason),)
 
 
 _REUSE = _to(Reusable(), StopServing(), SignalReuse())
-_DRAIN = _to(Draining(), WatchDrain())
+_DRAIN = Row(DRAINING, _drain)
+_AGAIN = Row(PUBLISHED, _announce_again)
 _CLOSED = "the trainer was closed before the readers of this version had drained"
 _CUT = _to(Failed(_CLOSED), StopServing(), BreakFences(_CLOSED))
 _UNFINISHED = "the trainer was closed while the version was being captured"
@@ -129,54 +189,52 @@ TABLE: Table[PublicationRecord, int] = Table(
             Publish,
             (_when(is_announcing, Row(STAGED)), _to(Staged(True), ServeManifest(), AnnounceShard())),
         ),
-        Cell(STAGED, Announced, (_to(Published(True)),)),
-        Cell(STAGED, AnnounceUnknown, (_to(Published(False), AnnounceShard()),)),
+        Cell(STAGED, Announced, (Row(PUBLISHED, _confirm),)),
+        Cell(STAGED, AnnounceUnknown, (_AGAIN,)),
         Cell(STAGED, AnnounceRefused, (_REUSE,)),
-        *cells((STAGED,), Discard, _when(is_announcing, _DRAIN), _REUSE),
-        *cells((STAGED,), Release, _when(is_announcing, _DRAIN), _REUSE),
-        *cells((STAGED,), Close, _when(is_announcing, _DRAIN), _REUSE),
-        *stay((PUBLISHED,), Publish),
-        Cell(PUBLISHED, Announced, (_to(Published(True)),)),
-        Cell(PUBLISHED, AnnounceUnknown, (_to(Published(False), AnnounceShard()),)),
-        Cell(PUBLISHED, AnnounceRefused, (_DRAIN,)),
-        Cell(PUBLISHED, Release, (_DRAIN,)),
-        Cell(PUBLISHED, VersionReleased, (_DRAIN,)),
-        Cell(PUBLISHED, Close, (_DRAIN,)),
-        *cells(_OFFERED, VersionLost, _ORPHAN),
-        *cells(_OFFERED, RegistrationLost, _ORPHAN),
-        *cells(_OFFERED, ServerUnreachable, _ORPHAN),
-        *stay(_OFFERED, Reachable),
-        *stay(_OFFERED, BoundPassed),
-        Cell(DRAINING, Drained, (_REUSE,)),
-        *(one for late in (Release, VersionReleased, Close, Announced) for one in stay((DRAINING,), late)),
-        *stay((DRAINING,), AnnounceRefused),
-        *stay((DRAINING,), AnnounceUnknown),
-        Cell(ORPHANED, BoundPassed, (_when(bound_has_passed, _REUSE), Row(ORPHANED))),
-        Cell(ORPHANED, Drained, (_REUSE,)),
-        Cell(
-            ORPHANED,
-            Reachable,
-            (_when(is_wanted_back, _DRAIN), _to(Published(False), ServeManifest(), AnnounceShard())),
-        ),
-        Cell(ORPHANED, Release, (Row(ORPHANED, _want_back),)),
-        Cell(ORPHANED, VersionReleased, (Row(ORPHANED, _want_back),)),
-        Cell(ORPHANED, Close, (Row(ORPHANED, _want_back),)),
         *(
             one
-            for late in (
-                Announced,
-                AnnounceUnknown,
-                AnnounceRefused,
-                VersionLost,
-                RegistrationLost,
-                ServerUnreachable,
+            for given_up in (Discard, Release, Close)
+            for one in cells((STAGED,), given_up, _when(is_announcing, _DRAIN), _REUSE)
+        ),
+        *(
+            one
+            for cut_off in (VersionLost, RegistrationLost, ServerUnreachable)
+            for one in (
+                *cells((STAGED,), cut_off, _when(is_announcing, _ORPHAN), Row(STAGED)),
+                *cells((*_OFFERED, ORPHANED), cut_off, _ORPHAN),
             )
-            for one in stay((ORPHANED,), late)
+        ),
+        Cell(PUBLISHED, Announced, (Row(PUBLISHED, _confirm),)),
+        Cell(PUBLISHED, AnnounceUnknown, (_AGAIN,)),
+        Cell(PUBLISHED, AnnounceRefused, (_DRAIN,)),
+        *(
+            one
+            for given_up in (Discard, Release, VersionReleased, Close)
+            for one in (
+                *cells((PUBLISHED,), given_up, _DRAIN),
+                *stay((DRAINING,), given_up),
+                *cells((ORPHANED,), given_up, Row(ORPHANED, _want_back)),
+            )
+        ),
+        Cell(DRAINING, Drained, (_when(readers_are_forgotten, Row(ORPHANED, _wait_for_forgotten)), _REUSE)),
+        Cell(ORPHANED, Drained, (_when(readers_are_forgotten, Row(ORPHANED)), _REUSE)),
+        Cell(ORPHANED, BoundPassed, (_when(bound_has_passed, _REUSE), Row(ORPHANED))),
+        Cell(ORPHANED, Reachable, (_when(is_wanted_back, _DRAIN), _AGAIN)),
+        *stay((PUBLISHED, DRAINING, ORPHANED), Publish),
+        *stay(_OFFERED, Reachable),
+        *stay(_OFFERED, BoundPassed),
+        *(
+            one
+            for late in (Announced, AnnounceUnknown, AnnounceRefused)
+            for one in stay((DRAINING, ORPHANED), late)
         ),
         *cells((CAPTURING, STAGED, *_OFFERED, ORPHANED), CloseDeadlinePassed, _CUT),
         *(
             one
             for late in (
+                Captured,
+                CaptureFailed,
                 Announced,
                 AnnounceUnknown,
                 AnnounceRefused,
@@ -196,9 +254,10 @@ TABLE: Table[PublicationRecord, int] = Table(
         ),
         *(
             one
-            for early in (VersionReleased, VersionLost, RegistrationLost, ServerUnreachable, Reachable)
-            for one in stay((CAPTURING, STAGED), early)
+            for early in (VersionLost, RegistrationLost, ServerUnreachable)
+            for one in stay((CAPTURING,), early)
         ),
+        *(one for early in (VersionReleased, Reachable) for one in stay((CAPTURING, STAGED), early)),
     ],
     state_of=lambda record: record.state,
     name_of=lambda record: f"publication of version {record.version_id} in slot {record.slot_id}",

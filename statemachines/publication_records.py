@@ -38,22 +38,32 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Readers may come. `confirmed`: the control plane has said so, not just possibly heard so."""
+    """Readers may come. `confirmed`: the control plane has said so, not just possibly heard so.
+
+    Until `forgotten_until_ms` there may be readers that the control plane has forgotten.
+    """
 
     confirmed: bool
+    forgotten_until_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """No longer offered; readers that came may still read."""
+    """No longer offered; readers that came may still read, forgotten ones until `forgotten_until_ms`."""
+
+    forgotten_until_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Orphaned:
-    """Cut off. At `bound_ms` nobody can be reading any more. `released`: the buffer is wanted back."""
+    """Cut off. At `bound_ms` nobody can be reading any more. `released`: the buffer is wanted back.
+
+    `forgotten`: the control plane no longer knows who reads, so its word ends nothing before the bound.
+    """
 
     bound_ms: int
     released: bool
+    forgotten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +136,11 @@ class AnnounceUnknown:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceRefused:
-    """The control plane refused the shard; it files it neither now nor later."""
+    """The control plane refused the shard; it files it neither now nor later.
+
+    Only where every earlier attempt was answered: one that was not may have been filed, and is an
+    `AnnounceUnknown` of its own before this.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +160,10 @@ class VersionReleased:
 
 @dataclass(frozen=True, slots=True)
 class VersionLost:
-    """The control plane has forgotten the version; readers are gone by `bound_ms`."""
+    """The control plane has forgotten the version, or knows another record under its uid.
+
+    Readers are gone by `bound_ms`; it can't say any more who they are.
+    """
 
     bound_ms: int
 
@@ -167,12 +184,18 @@ class ServerUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class Reachable:
-    """The control plane answers again, and we are registered."""
+    """The control plane answers again, we are registered, and the version is the record that it was.
+
+    Where it is another record under the same uid, or there is none, `VersionLost` is said before this.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The control plane says that nobody reads and that the shard is filed no more."""
+    """The control plane says that nobody reads and that the shard is filed no more.
+
+    That it does not know the shard is not enough for this: the shard also goes with our registration.
+    """
 
 
 @dataclass(frozen=True, slots=True)

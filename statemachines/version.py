@@ -58,7 +58,7 @@ __all__ = [
 
 STAGING, READY, DEGRADED, RELEASING, RETIRED, FORGOTTEN = VersionState
 _UNRELEASED = (STAGING, READY, DEGRADED)
-_PUBLISHING = (guards.publisher_may, guards.slot_is_expected, guards.no_other_content)
+_PUBLISHING = (guards.publisher_may, guards.slot_is_expected, guards.no_other_content, guards.has_not_left)
 _GAP = Row(DEGRADED, actions.degrade, when=guards.leaves_a_gap)
 _LAST = Row(RETIRED, actions.retire, when=guards.nobody_is_left)
 
@@ -96,22 +96,17 @@ TABLE: Table[VersionRecord, Moment] = Table(
         Cell(RELEASING, ReturnLease, (_LAST, Row(RELEASING, actions.end_lease)), (guards.holder_returns,)),
         *stay((READY, DEGRADED), LeaseLapsed, actions.end_lease),
         Cell(RELEASING, LeaseLapsed, (_LAST, Row(RELEASING, actions.end_lease))),
-        Cell(STAGING, WorkerExpired, (Row(STAGING, actions.drop, guards.is_gone), Row(STAGING))),
-        Cell(
-            READY,
-            WorkerExpired,
-            (Row(DEGRADED, actions.degrade, guards.is_gone_and_leaves_a_gap), Row(READY, actions.drop)),
-        ),
-        Cell(DEGRADED, WorkerExpired, (Row(DEGRADED, actions.drop, guards.is_gone), Row(DEGRADED))),
+        *stay((STAGING, DEGRADED), WorkerExpired, actions.drop),
+        Cell(READY, WorkerExpired, (_GAP, Row(READY, actions.drop))),
         Cell(RELEASING, WorkerExpired, (_LAST, Row(RELEASING, actions.drop))),
-        *stay((STAGING, DEGRADED), RetractShard, actions.drop),
-        Cell(READY, RetractShard, (_GAP, Row(READY, actions.drop))),
+        *stay((STAGING, DEGRADED), RetractShard, actions.retract),
+        Cell(READY, RetractShard, (_GAP, Row(READY, actions.retract))),
         Cell(RELEASING, RetractShard, (_LAST, Row(RELEASING, actions.drop))),
         Cell(
             RELEASING,
             WithdrawShard,
             (_LAST, Row(RELEASING, actions.drop)),
-            (guards.shard_is_published, guards.nobody_reads),
+            (guards.nobody_reads, guards.shard_is_published),
         ),
         *cells(
             _UNRELEASED,
@@ -132,7 +127,15 @@ TABLE: Table[VersionRecord, Moment] = Table(
         ),
         *(
             one
-            for late in (ReturnLease, LeaseLapsed, WorkerExpired, RetractShard, Release, Superseded)
+            for late in (
+                ReturnLease,
+                LeaseLapsed,
+                WorkerExpired,
+                RetractShard,
+                WithdrawShard,
+                Release,
+                Superseded,
+            )
             for one in stay((RETIRED,), late)
         ),
         *stay((RELEASING,), Superseded),

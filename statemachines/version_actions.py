@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from statemachines import lease
 from statemachines.ids import lease_id_of
-from statemachines.version_facts import added, after_ending, releasing, removed
+from statemachines.version_facts import added, after_ending, after_leaving, releasing, removed
 from statemachines.version_records import (
     AcquireLease,
     Degraded,
@@ -46,7 +46,8 @@ def publish(record: VersionRecord, event: PublishShard, moment: Moment) -> Outco
 
 
 def publish_last(record: VersionRecord, event: PublishShard, moment: Moment) -> Outcome:
-    return made_ready(record, Ready(added(record, event, moment), record.leases, moment.now_ms))
+    publications = added(record, event, moment)
+    return made_ready(record, Ready(publications, record.leases, moment.now_ms, record.left))
 
 
 def mark_ready(record: VersionRecord, event: MarkReady, moment: Moment) -> Outcome:
@@ -85,8 +86,16 @@ def drop(record: VersionRecord, event: Event, moment: Moment) -> Outcome:
     return moved(record, replace(record.phase, publications=remaining))  # type: ignore[arg-type]
 
 
+def retract(record: VersionRecord, event: RetractShard, moment: Moment) -> Outcome:
+    remaining, left = removed(record, event, moment), after_leaving(record, event, moment)
+    if (remaining, left) == (record.publications, record.left):
+        return record, ()
+    return moved(record, replace(record.phase, publications=remaining, left=left))  # type: ignore[arg-type]
+
+
 def degrade(record: VersionRecord, event: WorkerExpired | RetractShard, moment: Moment) -> Outcome:
-    return moved(record, Degraded(removed(record, event, moment), record.leases))
+    left = after_leaving(record, event, moment)
+    return moved(record, Degraded(removed(record, event, moment), record.leases, left))
 
 
 def release(record: VersionRecord, event: Release | Superseded, moment: Moment) -> Outcome:

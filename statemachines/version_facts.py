@@ -9,6 +9,7 @@ from statemachines.version_records import (
     Event,
     LeaseLapsed,
     Leases,
+    Left,
     Moment,
     Publication,
     Publications,
@@ -87,3 +88,16 @@ def after_ending(record: VersionRecord, event: Event, moment: Moment) -> tuple[L
         if after.state is not lease.LeaseState.HELD:
             leases = {key: held for key, held in leases.items() if key != event.lease_id}
     return leases, removed(record, event, moment)
+
+
+def after_leaving(record: VersionRecord, event: Event, moment: Moment) -> Left:
+    """The lives that have left, with the one that this event takes away.
+
+    An end of life needs no mark: the publications of that life count no more in any case.
+    """
+    if not isinstance(event, RetractShard) or event.slot_id not in record.spec.expected_slots:
+        return record.left
+    worker = moment.workers.get(event.worker_id)
+    if worker is None or not live(worker, moment.now_ms):
+        return record.left
+    return record.left | {(event.slot_id, event.worker_id, worker.life)}

@@ -49,19 +49,6 @@ def leaves_a_gap(record: VersionRecord, event: WorkerExpired | RetractShard, mom
     return bool(missing_slots(record, removed(record, event, moment), moment))
 
 
-def is_gone(record: VersionRecord, event: WorkerExpired, moment: Moment) -> bool:
-    """Guard: the worker's publications are of a life that is over; false for a stale timer."""
-    return any(
-        shard.worker_id == event.worker_id and not publishes(shard, moment)
-        for shard in record.publications.values()
-    )
-
-
-def is_gone_and_leaves_a_gap(record: VersionRecord, event: WorkerExpired, moment: Moment) -> bool:
-    """Guard: both `is_gone` and `leaves_a_gap`."""
-    return is_gone(record, event, moment) and leaves_a_gap(record, event, moment)
-
-
 def nobody_is_left(record: VersionRecord, event: Event, moment: Moment) -> bool:
     """Guard: after this event no lease is live and no publication remains."""
     leases, publications = after_ending(record, event, moment)
@@ -117,6 +104,16 @@ def no_other_content(record: VersionRecord, event: PublishShard, moment: Moment)
         )
 
 
+def has_not_left(record: VersionRecord, event: PublishShard, moment: Moment) -> None:
+    """Check: the publisher has not retracted the slot in this life; then this message is a late one."""
+    shard = event.shard
+    if (shard.slot_id, shard.worker_id, moment.workers[shard.worker_id].life) in record.left:
+        raise _refused(
+            f"worker {shard.worker_id} has retracted slot {shard.slot_id!r} of version {record.uid}: "
+            "it does not publish it again"
+        )
+
+
 def reader_may(record: VersionRecord, event: AcquireLease | RenewLease, moment: Moment) -> None:
     """Check: the reader is a live generator of this model."""
     worker = moment.workers.get(event.worker_id)
@@ -156,7 +153,11 @@ def holder_returns(record: VersionRecord, event: ReturnLease, moment: Moment) ->
 
 
 def shard_is_published(record: VersionRecord, event: WithdrawShard, moment: Moment) -> None:
-    """Check: there is such a publication."""
+    """Check: there is such a publication.
+
+    It comes after `nobody_reads`: a publication also goes with its worker's registration, and its owner
+    takes "not found" for the word that nobody reads.
+    """
     if (event.slot_id, event.worker_id) not in record.publications:
         raise Refused(
             Reason.NOT_FOUND,

@@ -51,13 +51,17 @@ class Publication:
 
 Publications: TypeAlias = Mapping[tuple[SlotId, WorkerId], Publication]
 Leases: TypeAlias = Mapping[LeaseId, LeaseRecord]
+# The slots that a life of a worker has retracted: a publication that arrives late finds them closed.
+Left: TypeAlias = frozenset[tuple[SlotId, WorkerId, int]]
+NOBODY_LEFT: Left = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Some slot has never been covered."""
+    """Some slot has never been covered; the lives in `left` publish the slots named there no more."""
 
     publications: Publications = field(default_factory=dict[tuple[SlotId, WorkerId], Publication])
+    left: Left = NOBODY_LEFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,16 @@ class Ready:
     publications: Publications
     leases: Leases
     since_ms: int
+    left: Left = NOBODY_LEFT
 
 
 @dataclass(frozen=True, slots=True)
 class Degraded:
-    """A slot lost its last live publisher; the leases left are not renewed."""
+    """A slot lost its last live publisher; the leases that remain are not renewed."""
 
     publications: Publications
     leases: Leases
+    left: Left = NOBODY_LEFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,13 @@ class VersionRecord:
         if isinstance(self.phase, Ready | Degraded | Releasing):
             return self.phase.leases
         return {}
+
+    @property
+    def left(self) -> Left:
+        """The lives that have retracted a slot; none once released, when nobody can publish at all."""
+        if isinstance(self.phase, Staging | Ready | Degraded):
+            return self.phase.left
+        return NOBODY_LEFT
 
 
 def begin(uid: VersionId, spec: VersionSpec, now_ms: int, sequence: int) -> VersionRecord:
@@ -218,7 +231,11 @@ class WorkerExpired:
 
 @dataclass(frozen=True, slots=True)
 class RetractShard:
-    """A publisher leaves at once; readers that hold a lease may read on until it ends."""
+    """A publisher leaves at once, for the rest of its life; readers may read on until their lease ends.
+
+    What it had sent before and arrives after this is refused, so that a late announcement can't offer
+    a buffer that its owner already has back.
+    """
 
     slot_id: SlotId
     worker_id: WorkerId
