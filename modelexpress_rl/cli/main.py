@@ -1,0 +1,65 @@
+"""`mx-rl`: a table of subcommands, each imported only when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from modelexpress_rl.errors import ModelExpressError, UsageError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """A line of `mx-rl --help`, and the module that does it: `configure(parser)` and `run(options)`."""
+
+    name: str
+    module: str
+    help: str
+
+
+SUBCOMMANDS = (Subcommand("serve", "modelexpress_rl.cli.serve", "run the control plane"),)
+
+
+class _Module(Protocol):
+    def configure(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the subcommand that the command line names; answers the exit status.
+
+    0: done; 1: it failed; 2: it was called wrongly (an option, a port that is taken, a bad store).
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="mx-rl", description="Moves weight versions from trainers to generators."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for command in SUBCOMMANDS:
+        subparser = commands.add_parser(command.name, help=command.help, description=command.help)
+        if command.name == chosen:
+            module = cast(_Module, importlib.import_module(command.module))
+            module.configure(subparser)
+            subparser.set_defaults(run=module.run)
+    options = parser.parse_args(words)
+    try:
+        return cast(int, options.run(options))
+    except UsageError as error:
+        print(f"mx-rl {options.command}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except ModelExpressError as error:
+        print(f"mx-rl {options.command}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

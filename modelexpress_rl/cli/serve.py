@@ -1,0 +1,109 @@
+"""`mx-rl serve`: the control plane as a process."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+
+import anyio
+
+from modelexpress_rl.errors import UsageError
+from modelexpress_rl.server.app import serving
+from modelexpress_rl.server.settings import Settings
+from modelexpress_rl.server.stores import open_store
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    spans = "a span: 500ms, 30s, 5m, 1h, 1d, or a number of seconds"
+    default = Settings()
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8001, help="port, 0 for a free one (%(default)s)")
+    parser.add_argument(
+        "--store", default="memory", help="memory, or sqlite:PATH, which survives restarts (%(default)s)"
+    )
+    parser.add_argument(
+        "--drain-deadline",
+        type=span_ms,
+        default=default.drain_deadline_ms,
+        metavar="SPAN",
+        help=f"how long the leases of a released version are still renewed (5m); {spans}",
+    )
+    parser.add_argument(
+        "--retention",
+        type=span_ms,
+        default=default.retention_ms,
+        metavar="SPAN",
+        help="how long retired versions and expired workers are still known (1h)",
+    )
+    parser.add_argument(
+        "--max-lease-ttl",
+        type=span_ms,
+        default=default.max_lease_ttl_ms,
+        metavar="SPAN",
+        help="the longest lease that is granted (5m)",
+    )
+    parser.add_argument(
+        "--keep-last",
+        type=int,
+        default=default.keep_last,
+        metavar="K",
+        help="release a model's versions that are older than its K newest READY ones (0: never)",
+    )
+    parser.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="(%(default)s)")
+
+
+def span_ms(text: str) -> int:
+    """Milliseconds of `500ms`, `30s`, `5m`, `1h`, `1d`, or of a number of seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none of these.
+    """
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = text[len(number) :] or "s"
+    try:
+        return round(float(number) * _UNITS_MS[unit])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a span: 500ms, 30s, 5m, 1h, 1d, or a number of seconds"
+        ) from error
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; answers the exit status.
+
+    Raises:
+        UsageError: a setting makes no sense, the port is taken, or the store can't be opened.
+    """
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if not 0 <= options.port <= 65_535:
+        raise UsageError(f"--port must be between 0 and 65535, not {options.port}")
+    settings = Settings(
+        drain_deadline_ms=options.drain_deadline,
+        retention_ms=options.retention,
+        max_lease_ttl_ms=options.max_lease_ttl,
+        keep_last=options.keep_last,
+    )
+    anyio.run(_serve, options.host, options.port, options.store, settings)
+    return 0
+
+
+async def _serve(host: str, port: int, store_address: str, settings: Settings) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        store = open_store(store_address)
+        try:
+            async with serving(store, host=host, port=port, settings=settings) as running:
+                # The one line on stdout: whoever started the process reads the address from it.
+                print(f"mx-rl serve: listening on {running.address} (store {store_address})", flush=True)
+                async for number in signals:
+                    logging.getLogger(__name__).info("%s: stopping", signal.Signals(number).name)
+                    break
+        finally:
+            with anyio.CancelScope(shield=True):
+                await store.close()

@@ -1,0 +1,115 @@
+"""CreateWeightVersion: repeats first, then the base, then the claim of the key, then the record.
+
+A key is claimed before its version is made, so that two requests under one key never make two
+versions. Where a server dies in between, the repeat finds its own claim and makes the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from uuid import uuid4
+
+from modelexpress_rl.server.fold import unknown
+from modelexpress_rl.server.stores.port import Committed, KeyHolder, Store, VersionEntry
+from modelexpress_rl.server.views import View, view, views
+from statemachines import version
+from statemachines.ids import VersionId
+from statemachines.kernel import Reason, Refused
+from statemachines.spec import VersionSpec, validate
+from statemachines.version import Moment, VersionRecord, VersionState
+
+
+async def create(
+    store: Store,
+    uid: VersionId | None,
+    spec: VersionSpec,
+    armed: Callable[[int | None], None],
+) -> tuple[View, bool]:
+    """Create a version, or find the one that an equal request created; answers whether it is new.
+
+    Raises:
+        Refused: the request contradicts itself, its base does not serve, or key or uid are taken.
+    """
+    validate(spec)
+    holder = await store.read_key(spec.idempotency_key)
+    if holder is not None:
+        _require_same(holder, uid, spec)
+        if (present := await _present(store, holder.uid)) is not None:
+            return _require_own(present, spec), False
+    elif uid is not None and (present := await _present(store, uid)) is not None:
+        return _require_own(present, spec), False
+    await _require_base(store, spec)
+    wanted = KeyHolder(uid or VersionId(uuid4().hex[:8]), spec)
+    holder = await store.claim_key(spec.idempotency_key, wanted)
+    _require_same(holder, uid, spec)
+    return await _make(store, holder, armed)
+
+
+async def _make(store: Store, holder: KeyHolder, armed: Callable[[int | None], None]) -> tuple[View, bool]:
+    sequence = await store.next_sequence()
+    now_ms = await store.now_ms()
+    record = version.begin(holder.uid, holder.spec, now_ms, sequence)
+    ready = record.state is VersionState.READY
+    entry = VersionEntry(record, now_ms if ready else 0, "created READY" if ready else "created")
+    result = await store.commit_version(
+        holder.uid, entry, expected_revision=None, valid_until_ms=None, wake_at_ms=None
+    )
+    if isinstance(result, Committed):
+        armed(None)
+        return View(entry, result.revision, Moment(now_ms)), True
+    present = await _present(store, holder.uid)
+    if present is None:
+        raise unknown(holder.uid)
+    if present.record.spec.idempotency_key != holder.spec.idempotency_key:
+        await store.free_key(holder.spec.idempotency_key, holder.uid)
+    return _require_own(present, holder.spec), False
+
+
+async def _present(store: Store, uid: VersionId) -> View | None:
+    """The version, as long as its record is stored: one whose retention is over still holds its uid."""
+    read = await store.read_version(uid)
+    if read.stored is None:
+        return None
+    return (await views(store, [read.stored], read.now_ms))[0]
+
+
+def _require_same(holder: KeyHolder, uid: VersionId | None, spec: VersionSpec) -> None:
+    if holder.spec != spec or (uid is not None and uid != holder.uid):
+        raise Refused(
+            Reason.EXISTS,
+            f"idempotency_key {spec.idempotency_key!r} was used for another request, "
+            f"which created version {holder.uid}",
+        )
+
+
+def _require_own(present: View, spec: VersionSpec) -> View:
+    """The record that is there, where this very request made it."""
+    record: VersionRecord = present.record
+    if record.spec.idempotency_key != spec.idempotency_key:
+        raise Refused(
+            Reason.EXISTS, f"version {record.uid} already exists, created under another idempotency_key"
+        )
+    if record.spec != spec:
+        raise Refused(
+            Reason.EXISTS,
+            f"idempotency_key {spec.idempotency_key!r} was used for another request, "
+            f"which created version {record.uid}",
+        )
+    if record.state is VersionState.FORGOTTEN:
+        raise Refused(Reason.EXISTS, f"version {record.uid} is being forgotten: create it again in a moment")
+    return present
+
+
+async def _require_base(store: Store, spec: VersionSpec) -> None:
+    if spec.base_version_id is None:
+        return
+    base = (await view(store, spec.base_version_id)).record
+    if base.spec.model_name != spec.model_name:
+        raise Refused(
+            Reason.PRECONDITION,
+            f"base version {base.uid} is of model {base.spec.model_name!r}, not {spec.model_name!r}",
+        )
+    if base.state is not VersionState.READY:
+        raise Refused(
+            Reason.PRECONDITION, f"base version {base.uid} is {base.state.value}: a delta needs a READY base"
+        )

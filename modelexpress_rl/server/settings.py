@@ -1,0 +1,44 @@
+"""What an operator can set on a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from modelexpress_rl.errors import UsageError
+
+MAX_SPAN_MS = 30 * 24 * 3600 * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Spans and bounds; the defaults suit a job whose steps take minutes.
+
+    `keep_last` 0 leaves the release of versions to the orchestrator; `k` releases every version of a
+    model that is older than its k newest READY ones.
+
+    Raises:
+        UsageError: a value is outside what makes sense; the message names it.
+    """
+
+    drain_deadline_ms: int = 300_000
+    retention_ms: int = 3_600_000
+    max_lease_ttl_ms: int = 300_000
+    max_registration_ttl_ms: int = 259_200_000
+    keep_last: int = 0
+    command_timeout_s: float = 10.0
+    watch_heartbeat_ms: int = 15_000
+
+    def __post_init__(self) -> None:
+        for name in ("drain_deadline_ms", "retention_ms"):
+            _within(name, getattr(self, name), 0)
+        for name in ("max_lease_ttl_ms", "max_registration_ttl_ms", "watch_heartbeat_ms"):
+            _within(name, getattr(self, name), 1)
+        if self.keep_last < 0:
+            raise UsageError(f"keep_last must be 0 (off) or more, not {self.keep_last}")
+        if self.command_timeout_s <= 0:
+            raise UsageError(f"command_timeout_s must be positive, not {self.command_timeout_s}")
+
+
+def _within(name: str, value_ms: int, least_ms: int) -> None:
+    if not least_ms <= value_ms <= MAX_SPAN_MS:
+        raise UsageError(f"{name} must be between {least_ms} and {MAX_SPAN_MS} (30 days), not {value_ms}")
