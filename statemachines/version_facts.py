@@ -68,16 +68,17 @@ def added(record: VersionRecord, event: PublishShard, moment: Moment) -> Publica
 
 
 def removed(record: VersionRecord, event: Event, moment: Moment) -> Publications:
-    def goes(shard: Publication) -> bool:
-        match event:
-            case WorkerExpired(worker_id):
-                return shard.worker_id == worker_id and not publishes(shard, moment)
-            case RetractShard(slot_id, worker_id) | WithdrawShard(slot_id, worker_id):
-                return shard.key == (slot_id, worker_id)
-            case _:
-                return False
-
-    return {key: shard for key, shard in record.publications.items() if not goes(shard)}
+    published = record.publications
+    match event:
+        case RetractShard(slot_id, worker_id) | WithdrawShard(slot_id, worker_id):
+            gone = {(slot_id, worker_id)}
+        case WorkerExpired(worker_id):
+            gone = {
+                key for key, s in published.items() if s.worker_id == worker_id and not publishes(s, moment)
+            }
+        case _:
+            return published  # a thousand readers return one by one: nothing to look at
+    return {key: shard for key, shard in published.items() if key not in gone}
 
 
 def after_ending(record: VersionRecord, event: Event, moment: Moment) -> tuple[Leases, Publications]:
