@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from modelexpress_rl.reshard.geometry import Shard, ShardTable, Source
 from modelexpress_rl.reshard.manifest import Manifest, decode, encode
 from modelexpress_rl.reshard.merge import Merged, SourceManifest, merge
 from modelexpress_rl.reshard.needs import Need, NeedTable
+from modelexpress_rl.reshard.plan import PieceTable, Plan
 from modelexpress_rl.reshard.planner import plan, replan
 from modelexpress_rl.reshard.proof import prove_plan
 from tests.reshard import model_geometry
@@ -281,3 +283,30 @@ def test_arguments_that_cannot_be() -> None:
     made = plan(needs, merge([one]))
     with pytest.raises(UsageError, match="expected a mask of 1 pieces"):
         replan(made, needs, merge([one]), failed_sources=[], landed=np.zeros(2, np.bool_))
+
+
+def test_devices_of_one_source_are_read_apart() -> None:
+    shards = [rows("t", 0, 4, addr=4096), rows("t", 4, 8, addr=4096 + 32)]
+    merged = held([[shards[0], replace(shards[1], device_id=1)]])
+    made = plan(NeedTable.build([Need("t", BF16, (0, 0), (8, 4))]), merged)
+    assert [(reads.device_id, reads.total_bytes) for reads in made.reads] == [(0, 32), (1, 32)]
+    assert made.descriptors == 2
+
+
+def test_a_plan_that_was_tampered_with_is_not_proven() -> None:
+    merged = held([[rows("t", 0, 4)], [rows("t", 4, 8)]])
+    needs = NeedTable.build([Need("t", BF16, (0, 0), (8, 4))])
+    made = plan(needs, merged)
+    prove_plan(made, needs, merged)
+
+    def taking(pieces: list[int]) -> Plan:
+        columns = {f: getattr(made.pieces, f)[pieces] for f in PieceTable.__slots__}
+        return replace(made, pieces=PieceTable(**columns))
+
+    with pytest.raises(IncompleteVersionError, match="16 of 32 elements missing"):
+        prove_plan(taking([0]), needs, merged)
+    with pytest.raises(GeometryError, match="'t': the plan of this rank reads an element twice"):
+        prove_plan(taking([0, 0, 1]), needs, merged)
+    elsewhere = replace(made, pieces=replace(made.pieces, row=made.pieces.row[::-1]))
+    with pytest.raises(GeometryError, match="lies outside its need or shard"):
+        prove_plan(elsewhere, needs, merged)
