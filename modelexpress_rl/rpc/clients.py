@@ -5,8 +5,13 @@ Every RPC is an async method that takes its request message and `timeout_s` (a s
 
 from __future__ import annotations
 
+from typing import Self
+
+from modelexpress_rl import envs
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
+from modelexpress_rl.rpc.address import parse_address
+from modelexpress_rl.rpc.auth import TokenFile
 from modelexpress_rl.rpc.channel import Client, ServerStream, Unary
 
 REFIT_SERVICE = "model_express.refit.RefitService"
@@ -19,6 +24,23 @@ class ControlPlane(Client):
     """RefitService, which every server has, and RefitControlService, which an older one answers with
     `Unimplemented`.
     """
+
+    @classmethod
+    def dial(cls, server_url: str | None = None, *, rpc_timeout_s: float = 30.0) -> Self:
+        """A client of the server that is named here or by the environment, with its token.
+
+        Nothing is connected before the first call.
+
+        Raises:
+            UsageError: the address can't be read; the message names where it came from.
+        """
+        text, what = (server_url, "server_url") if server_url else (envs.server_url(), envs.server_url_name())
+        token_path = envs.auth_token_path()
+        return cls(
+            parse_address(text, what=what),
+            rpc_timeout_s=rpc_timeout_s,
+            credentials=TokenFile(token_path) if token_path else None,
+        )
 
     create_weight_version = Unary(
         REFIT_SERVICE,

@@ -131,6 +131,12 @@ class RefitService(refit_grpc.RefitServiceServicer):
         await self.store.set_state(request.uid, RELEASING)
         return refit.DeleteWeightVersionResponse(version=self.store.versions[request.uid])
 
+    async def ListWeightVersionShards(self, request: Any, context: Any) -> Any:  # noqa: N802
+        version = await self._known(request.version_id, context)
+        slots = () if version.state == STAGING else version.expected_source_slots
+        shards = [refit.WeightVersionShard(version_id=version.uid, source_slot_id=slot) for slot in slots]
+        return refit.ListWeightVersionShardsResponse(shards=shards)
+
     async def RegisterWorker(self, request: Any, context: Any) -> refit.RegisterWorkerResponse:  # noqa: N802
         """Never answers: a stand-in for a server that hangs."""
         await self._begin("RegisterWorker", context)
