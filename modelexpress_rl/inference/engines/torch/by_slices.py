@@ -1,0 +1,215 @@
+"""Loading by copies into parameters: one strided copy per slice, which casts where dtypes differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from modelexpress_rl.errors import GeometryError, StateError, UsageError
+from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
+from modelexpress_rl.inference.engines.torch.dtypes import as_tensor, require_castable
+from modelexpress_rl.inference.engines.torch.mapping import (
+    Place,
+    TensorSlice,
+    named_tensors,
+    require_whole,
+    resolved,
+)
+from modelexpress_rl.reshard.needs import Need
+
+
+class SliceAdapter:
+    """Loads a module by a mapping. Parameters of one tensor under several names need it only once.
+
+    Raises:
+        UsageError: a slice does not fit, or a parameter that is not frozen is not filled exactly once.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        slices: Sequence[TensorSlice],
+        frozen: frozenset[str],
+        aliases: Mapping[str, str],
+    ) -> None:
+        self._module = module
+        self._aliases = aliases
+        tensors = named_tensors(module)
+        if unknown := sorted(frozen - tensors.keys()):
+            raise UsageError(f"frozen: the module has no parameter or persistent buffer {unknown[0]!r}")
+        self._places = resolved(slices, tensors)
+        mapped = {id(tensors[place.slice.parameter]) for place in self._places}
+        required = [
+            name
+            for name, tensor in module.named_parameters()
+            if name not in frozen and id(tensor) not in mapped
+        ]
+        require_whole(self._places, tensors, required)
+
+    def loader(self, published: Mapping[str, PublishedTensor]) -> SliceLoader:
+        """See `GeneratorEngineAdapter.loader`."""
+        tensors = named_tensors(self._module)
+        places = [_published_as(place, published, self._aliases) for place in self._places]
+        places = _once_per_tensor(places, published, tensors)
+        for place in places:
+            _require_fits(place, published, tensors)
+        return SliceLoader(self._module, places, published)
+
+
+class PlainAdapter:
+    """Loads a module whose parameters are Hugging Face tensors, each under its own name."""
+
+    def __init__(self, module: torch.nn.Module, frozen: frozenset[str], aliases: Mapping[str, str]) -> None:
+        if unknown := sorted(frozen - named_tensors(module).keys()):
+            raise UsageError(f"frozen: the module has no parameter or persistent buffer {unknown[0]!r}")
+        self._module = module
+        self._frozen = frozen
+        self._aliases = aliases
+
+    def loader(self, published: Mapping[str, PublishedTensor]) -> SliceLoader:
+        """See `GeneratorEngineAdapter.loader`."""
+        tensors = named_tensors(self._module)
+        names_of: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            names_of.setdefault(id(tensor), []).append(name)
+        slices = []
+        for names in names_of.values():
+            if not self._frozen.isdisjoint(names):
+                continue
+            name = next((each for each in names if each in published), names[0])
+            tensor = tensors[name]
+            if name not in published and not isinstance(tensor, torch.nn.Parameter):
+                continue  # a buffer that nobody trains
+            shape = tuple(tensor.shape)
+            slices.append(TensorSlice(name, name, (0,) * len(shape), shape, hf_shape=shape))
+        return SliceAdapter(self._module, slices, self._unloaded(slices, tensors), self._aliases).loader(
+            published
+        )
+
+    def _unloaded(self, slices: Sequence[TensorSlice], tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        loaded = {id(tensors[each.parameter]) for each in slices}
+        return frozenset(name for name, tensor in tensors.items() if id(tensor) not in loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What a parameter was when the loader was made; it must still be that at the install."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SliceLoader:
+    """Copies staged boxes to their places; a box that several places want is staged once."""
+
+    def __init__(
+        self, module: torch.nn.Module, places: Sequence[Place], published: Mapping[str, PublishedTensor]
+    ) -> None:
+        self._module = module
+        tensors = named_tensors(module)
+        self._expected = {
+            place.slice.parameter: _Expected(
+                tuple(tensors[place.slice.parameter].shape), tensors[place.slice.parameter].dtype
+            )
+            for place in places
+        }
+        numbers: dict[Need, int] = {}
+        self._copies: list[tuple[int, Place]] = []
+        for place in places:
+            known = published.get(place.slice.hf_name)
+            dtype = str(tensors[place.slice.parameter].dtype) if known is None else known.dtype
+            need = Need(place.slice.hf_name, dtype, place.slice.hf_offset, place.slice.shape)
+            self._copies.append((numbers.setdefault(need, len(numbers)), place))
+        self._needs = tuple(numbers)
+        self._checked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """See `WeightLoader.needs`."""
+        return self._needs
+
+    def check(self, staged: Sequence[StagedTensor]) -> None:
+        """See `WeightLoader.check`."""
+        if [each.need for each in staged] != list(self._needs):
+            raise StateError("the staged tensors are not those that this loader asked for")
+        tensors = named_tensors(self._module)
+        for name, expected in self._expected.items():
+            now = tensors.get(name)
+            if now is None:
+                raise StateError(f"parameter {name!r} is gone since the loader was made")
+            if (tuple(now.shape), now.dtype) != (expected.shape, expected.dtype):
+                raise StateError(
+                    f"parameter {name!r} was {expected.dtype} {expected.shape} when the loader was made, "
+                    f"now it is {now.dtype} {tuple(now.shape)}"
+                )
+            if now.is_meta:
+                raise StateError(f"parameter {name!r} has no storage (it is on the meta device)")
+            if now.numel() > 1 and 0 in now.stride():
+                raise StateError(f"parameter {name!r} is expanded: its elements share memory")
+        self._checked = []
+        for number, place in self._copies:
+            source = as_tensor(staged[number])
+            target = place.of(tensors[place.slice.parameter])
+            if source.shape != target.shape:
+                raise StateError(
+                    f"tensor {place.slice.hf_name!r}: staged {tuple(source.shape)} does not fit "
+                    f"{tuple(target.shape)} of parameter {place.slice.parameter!r}"
+                )
+            self._checked.append((target, source))
+
+    def install(self, staged: Sequence[StagedTensor]) -> None:
+        """Write what `check` has just resolved; see `WeightLoader.install`."""
+        copies, self._checked = self._checked, []
+        if len(copies) != len(self._copies):
+            raise StateError("install: it was not checked just before")
+        with torch.no_grad():
+            for target, source in copies:
+                target.copy_(source)
+
+
+def _published_as(
+    place: Place, published: Mapping[str, PublishedTensor], aliases: Mapping[str, str]
+) -> Place:
+    """The place with the name under which its tensor is published."""
+    name = place.slice.hf_name
+    if name in published or aliases.get(name, name) not in published:
+        return place
+    return replace(place, slice=replace(place.slice, hf_name=aliases[name]))
+
+
+def _once_per_tensor(
+    places: Sequence[Place], published: Mapping[str, PublishedTensor], tensors: Mapping[str, torch.Tensor]
+) -> list[Place]:
+    """Of the names that share one tensor, keep the first whose slices are all published."""
+    by_name: dict[str, list[Place]] = {}
+    for place in places:
+        by_name.setdefault(place.slice.parameter, []).append(place)
+    chosen: dict[int, str] = {}
+    for name, own in by_name.items():
+        tied = id(tensors[name])
+        if tied not in chosen or (
+            not _all_published(by_name[chosen[tied]], published) and _all_published(own, published)
+        ):
+            chosen[tied] = name
+    return [place for name in chosen.values() for place in by_name[name]]
+
+
+def _all_published(places: Sequence[Place], published: Mapping[str, PublishedTensor]) -> bool:
+    return all(place.slice.hf_name in published for place in places)
+
+
+def _require_fits(
+    place: Place, published: Mapping[str, PublishedTensor], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    known = published.get(place.slice.hf_name)
+    if known is None:
+        return  # the plan will name it
+    name, parameter = place.slice.hf_name, place.slice.parameter
+    require_castable(known.dtype, tensors[parameter].dtype, tensor=name, parameter=parameter)
+    if place.slice.hf_shape is not None and known.shape != place.slice.hf_shape:
+        raise GeometryError(
+            f"tensor {name!r}: published with global shape {known.shape}, but parameter {parameter!r} "
+            f"needs {place.slice.hf_shape}"
+        )

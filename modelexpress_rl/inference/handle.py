@@ -1,0 +1,96 @@
+"""Handles of staged versions, asynchronous and blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from modelexpress_rl.timing import RefitRecord
+from statemachines.ids import VersionId
+
+if TYPE_CHECKING:
+    from modelexpress_rl.blocking import Portal
+
+
+class AsyncStagedWeightHandle:
+    """A version whose bytes lie verified in staging memory, until it is applied or released.
+
+    `metrics` are the times and counters of the refit so far; see `modelexpress_rl.timing`.
+    """
+
+    def __init__(
+        self,
+        version_id: VersionId,
+        record: RefitRecord,
+        on_release: Callable[[AsyncStagedWeightHandle], None],
+        *,
+        applied: bool = False,
+    ) -> None:
+        self._version_id = version_id
+        self._record = record
+        self._on_release = on_release
+        self._applied = applied
+        self._released = applied
+
+    @property
+    def version_id(self) -> str:
+        """The version."""
+        return self._version_id
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Times and counters of this refit."""
+        return self._record.metrics
+
+    @property
+    def applied(self) -> bool:
+        """Whether every parameter was written from it."""
+        return self._applied
+
+    @property
+    def released(self) -> bool:
+        """Whether its staging memory has been given up: it was applied, released, or its install failed."""
+        return self._released
+
+    async def release(self) -> None:
+        """Give the staging memory up, unless it has been; idempotent. Live weights are not touched."""
+        if not self._released:
+            self._released = True
+            self._on_release(self)
+
+    def _end(self, *, applied: bool) -> None:
+        self._applied = applied
+        self._released = True
+
+
+class StagedWeightHandle:
+    """The blocking view of an `AsyncStagedWeightHandle`; the same version gives the same handle."""
+
+    def __init__(self, staged: AsyncStagedWeightHandle, portal: Portal) -> None:
+        self._staged = staged
+        self._portal = portal
+
+    @property
+    def version_id(self) -> str:
+        """The version."""
+        return self._staged.version_id
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Times and counters of this refit."""
+        return self._staged.metrics
+
+    @property
+    def applied(self) -> bool:
+        """Whether every parameter was written from it."""
+        return self._staged.applied
+
+    @property
+    def released(self) -> bool:
+        """Whether its staging memory has been given up."""
+        return self._staged.released
+
+    def release(self) -> None:
+        """Give the staging memory up; idempotent."""
+        if not self._staged.released:
+            self._portal.call(self._staged.release)

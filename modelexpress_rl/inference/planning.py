@@ -1,0 +1,171 @@
+"""From verified manifests to a proven plan, kept for as long as the manifests stay the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import anyio.to_thread
+import numpy as np
+import xxhash
+
+from modelexpress_rl.inference.adapter import (
+    GeneratorEngineAdapter,
+    PublishedTensor,
+    StagedTensor,
+    WeightLoader,
+)
+from modelexpress_rl.inference.sources import VersionSources
+from modelexpress_rl.inference.staging import Arena
+from modelexpress_rl.reshard.digests import DigestTable
+from modelexpress_rl.reshard.geometry import Source
+from modelexpress_rl.reshard.merge import Merged, merge
+from modelexpress_rl.reshard.needs import NeedTable
+from modelexpress_rl.reshard.plan import Plan, SourceReads
+from modelexpress_rl.reshard.planner import plan as plan_reads
+from modelexpress_rl.reshard.proof import prove_plan
+from modelexpress_rl.reshard.verify import Verifier
+from statemachines.ids import WorkerId
+
+CHUNK_BYTES = 32 << 20
+_SMALL_TABLE = 512  # shards; below this, planning takes less than handing it to a thread
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Pieces `first` .. `last - 1` of a plan: what one read brings, and what is verified when it landed."""
+
+    source: Source
+    first: int
+    last: int
+    total_bytes: int
+    runs_key: bytes
+
+    @property
+    def rows(self) -> slice:
+        """The rows of its pieces in the plan's piece table."""
+        return slice(self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPlan:
+    """A plan, cut into reads."""
+
+    plan: Plan
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> ReadPlan:
+        """Cut every source's pieces into reads of about `CHUNK_BYTES`."""
+        return cls(plan, tuple(chunk for reads in plan.reads for chunk in _chunks(plan, reads)))
+
+    @property
+    def workers(self) -> frozenset[WorkerId]:
+        """Who is read."""
+        return frozenset(WorkerId(chunk.source.worker_id) for chunk in self.chunks)
+
+
+@dataclass(slots=True, eq=False)
+class PlannedVersion:
+    """All that follows from the manifests and the engine alone; nothing in it belongs to one version."""
+
+    key: tuple[tuple[str, str, str], ...]
+    merged: Merged
+    loader: WeightLoader
+    needs: NeedTable
+    reads: ReadPlan
+    verifier: Verifier | None = None
+    _staged: tuple[Arena, tuple[StagedTensor, ...]] | None = field(default=None, repr=False)
+
+    def verifier_for(self, digests: Mapping[Source, DigestTable]) -> Verifier:
+        """Checks of the plan against one version's digests; made once, then only given new digests."""
+        known = self.verifier
+        if known is not None and _same_cut(known.rules, digests):
+            self.verifier = known.renewed(digests)
+        else:
+            self.verifier = Verifier.of(self.reads.plan, self.needs, self.merged, digests)
+        return self.verifier
+
+    def staged(self, arena: Arena) -> tuple[StagedTensor, ...]:
+        """The needs as views of an arena."""
+        if self._staged is None or self._staged[0] is not arena:
+            begins = self.needs.local_offset.astype(np.int64)
+            ends = begins + self.needs.size_bytes
+            views = tuple(
+                StagedTensor(need, arena.memory[begin:end])
+                for need, begin, end in zip(self.loader.needs, begins.tolist(), ends.tolist(), strict=True)
+            )
+            self._staged = (arena, views)
+        return self._staged[1]
+
+
+class Planning:
+    """Plans versions for one rank; `owner` names it in errors, and spreads it over replicas."""
+
+    def __init__(self, adapter: GeneratorEngineAdapter, owner: str) -> None:
+        self.spread = int.from_bytes(hashlib.sha256(owner.encode()).digest()[:4])
+        self.plans_made = 0
+        self._adapter = adapter
+        self._owner = owner
+        self._published: dict[str, PublishedTensor] | None = None
+        self._loader: WeightLoader | None = None
+        self._planned: PlannedVersion | None = None
+
+    async def planned(self, sources: VersionSources) -> PlannedVersion:
+        """The plan for these manifests, with its proof of coverage.
+
+        Raises:
+            IncompleteVersionError: something that the engine loads is published by nobody.
+            GeometryError: publishers disagree, or a tensor does not fit the engine.
+        """
+        if self._planned is None or self._planned.key != sources.key:
+            shards = sum(len(each.manifest.table) for each in sources.manifests)
+            if shards < _SMALL_TABLE:
+                self._planned = self._plan(sources)
+            else:
+                self._planned = await anyio.to_thread.run_sync(self._plan, sources)
+        return self._planned
+
+    def _plan(self, sources: VersionSources) -> PlannedVersion:
+        merged = merge(sources.manifests)
+        loader = self._loader_for(merged)
+        needs = NeedTable.build(loader.needs, owner=self._owner)
+        plan = plan_reads(needs, merged, spread=self.spread)
+        prove_plan(plan, needs, merged)
+        self.plans_made += 1
+        return PlannedVersion(sources.key, merged, loader, needs, ReadPlan.of(plan))
+
+    def _loader_for(self, merged: Merged) -> WeightLoader:
+        tensors = merged.tensors
+        published = {
+            name: PublishedTensor(dtype, tensors.shape(number))
+            for number, (name, dtype) in enumerate(zip(tensors.names, tensors.dtypes, strict=True))
+        }
+        if self._loader is None or published != self._published:
+            self._loader = self._adapter.loader(published)
+            self._published = published
+        return self._loader
+
+
+def _chunks(plan: Plan, reads: SourceReads) -> list[Chunk]:
+    """Consecutive pieces until they are `CHUNK_BYTES`; a bigger piece is a read of its own."""
+    ends = np.cumsum(plan.pieces.size_bytes[reads.piece_rows])
+    chunks, begin, done = [], 0, 0
+    while begin < len(ends):
+        end = max(int(np.searchsorted(ends, done + CHUNK_BYTES, side="right")), begin + 1)
+        first, last = reads.first + begin, reads.first + end
+        runs = plan.runs(slice(first, last))
+        key = xxhash.xxh3_128()
+        for column in (runs.remote_addr, runs.local_offset, runs.size_bytes):
+            key.update(column.tobytes())
+        chunks.append(Chunk(reads.source, first, last, int(ends[end - 1]) - done, key.digest()))
+        begin, done = end, int(ends[end - 1])
+    return chunks
+
+
+def _same_cut(rules: Mapping[Source, DigestTable], digests: Mapping[Source, DigestTable]) -> bool:
+    return digests.keys() == rules.keys() and all(
+        table.rule == rules[source].rule and len(table.digests) == len(rules[source].digests)
+        for source, table in digests.items()
+    )

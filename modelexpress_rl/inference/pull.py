@@ -1,0 +1,247 @@
+"""The pull of one version: rounds of reads, the first of the whole plan, later ones of what is left.
+
+A source that fails is replaced by replicas, for the ranges that have not landed. A failure that a
+second try may mend (a damaged byte, a broken connection) is tried again on the same source where there
+is no replica. Reads that can't be ended leave their arena in quarantine: what landed moves to another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import anyio.to_thread
+
+from modelexpress_rl.clock import Clock
+from modelexpress_rl.errors import (
+    DeadlineExceeded,
+    DigestMismatch,
+    IncompleteVersionError,
+    ManifestError,
+    ModelExpressError,
+    TransferError,
+    TransferTimeout,
+    Unavailable,
+)
+from modelexpress_rl.inference.checks import Checks, PendingDigests
+from modelexpress_rl.inference.planning import PlannedVersion, ReadPlan
+from modelexpress_rl.inference.reads import ReadCache
+from modelexpress_rl.inference.round import Round
+from modelexpress_rl.inference.sources import SourceFetcher, VersionSources
+from modelexpress_rl.inference.staging import Arena, StagingPool
+from modelexpress_rl.inference.tasks import first_of
+from modelexpress_rl.reshard.geometry import Source
+from modelexpress_rl.reshard.plan import Plan
+from modelexpress_rl.reshard.planner import replan
+from modelexpress_rl.reshard.verify import Verified, Verifier
+from modelexpress_rl.transport.port import Agent, Read
+from statemachines.ids import WorkerId
+
+_log = logging.getLogger(__name__)
+
+# A read that moves less than this for its whole round has stalled.
+MIN_BYTES_PER_S = 32 << 20
+READ_GRACE_S = 10.0
+_SETTLE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PullSettings:
+    """Bounds of one pull."""
+
+    timeout_s: float
+    max_attempts: int
+    spread: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """What a pull brought: every need lies in the arena, verified as far as there are digests."""
+
+    last_read_ms: int
+    attempts: int
+    read_bytes: int
+    verified: Verified
+
+
+# Told when the set of sources changes: the workers that left it, and those that are read from now on.
+OnFailover = Callable[[frozenset[WorkerId], frozenset[WorkerId]], None]
+
+
+class Pull:
+    """One pull. `arena` is where it reads into; `unsettled` which reads may still write there.
+
+    Both stay valid after an error or a cancellation, for whoever has to quarantine the arena.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        cache: ReadCache,
+        fetcher: SourceFetcher,
+        pool: StagingPool,
+        clock: Clock,
+        *,
+        planned: PlannedVersion,
+        sources: VersionSources,
+        arena: Arena,
+        settings: PullSettings,
+        on_failover: OnFailover,
+    ) -> None:
+        self.arena = arena
+        self._agent = agent
+        self._cache = cache
+        self._fetcher = fetcher
+        self._pool = pool
+        self._clock = clock
+        self._planned = planned
+        self._sources = sources
+        self._settings = settings
+        self._on_failover = on_failover
+        self._round: Round | None = None
+        self._digests = PendingDigests()
+        self._failed: set[Source] = set()
+        self._dropped: set[WorkerId] = set()
+        self._reading = planned.reads.workers
+
+    @property
+    def unsettled(self) -> list[Read]:
+        """Reads that may still write to `arena`."""
+        return [] if self._round is None else self._round.unsettled
+
+    def drop(self, workers: frozenset[WorkerId]) -> None:
+        """These workers are no longer live: what has landed of them is good, no more may be read."""
+        self._dropped |= workers
+        if self._round is None:
+            return
+        self._round.drop(workers, "it is no longer live, by the last renewal of the lease")
+        done = (workers & self._reading) - _workers(self._round.failures)
+        if done and not (self._reading - done) & self._dropped:
+            self._reading -= done
+            self._on_failover(done, self._reading)
+
+    async def run(self, deadline: float) -> PullResult:
+        """Read until every need has landed; `deadline` is on the clock of `anyio.current_time()`.
+
+        Raises:
+            TransferError, TransferTimeout, DigestMismatch: the first failure, where no replica has what
+                is missing or no attempt is left; the message names worker, slot and tensor or peer.
+        """
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._fetch_digests, deadline)
+                return await self._rounds(deadline)
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
+        raise AssertionError("unreachable")
+
+    async def _fetch_digests(self, deadline: float) -> None:
+        self._digests.set(await self._fetcher.digests(self._sources, deadline))
+
+    async def _rounds(self, deadline: float) -> PullResult:
+        planned = self._planned
+        reads, checks = planned.reads, Checks(self._digests, planned.verifier_for)
+        verified, read_bytes, last_read_ms = Verified(0, 0), 0, 0
+        for attempt in range(1, self._settings.max_attempts + 1):
+            current = self._round = Round(
+                self._agent,
+                self._cache,
+                self._clock,
+                reads=reads,
+                checks=checks,
+                sources=self._sources,
+                arena=self.arena,
+                read_deadline=self._read_deadline(reads, deadline),
+            )
+            await current.run()
+            verified += current.verified
+            read_bytes += current.posted_bytes
+            last_read_ms = max(last_read_ms, current.last_read_ms)
+            if current.landed.all():
+                return PullResult(last_read_ms, attempt, read_bytes, verified)
+            if attempt == self._settings.max_attempts or anyio.current_time() >= deadline:
+                break
+            reads = await self._without_failed(reads, current)
+            await self._part_from_unsettled(current)
+            checks = Checks(self._digests, partial(Verifier.of, reads.plan, planned.needs, planned.merged))
+            self._reading = reads.workers
+            self._on_failover(_workers(current.failures), self._reading)
+        raise self._error(current, attempt)
+
+    def _read_deadline(self, reads: ReadPlan, deadline: float) -> float:
+        now = anyio.current_time()
+        share_s = self._settings.timeout_s / self._settings.max_attempts
+        expected_s = READ_GRACE_S + reads.plan.total_bytes / MIN_BYTES_PER_S
+        return min(deadline, now + min(share_s, expected_s))
+
+    async def _without_failed(self, reads: ReadPlan, ended: Round) -> ReadPlan:
+        """Plan what has not landed, from replicas; where there are none, again from who may recover."""
+        for source, error in ended.failures.items():
+            _log.warning("version %s: %s failed: %s", self._sources.version_id, source, error)
+            if not isinstance(error, TransferTimeout):
+                await self._cache.forget(source.agent_name)
+        self._failed |= ended.failures.keys()
+        hopeless = {
+            source
+            for source in self._planned.merged.sources
+            if source.worker_id in self._dropped or isinstance(ended.failures.get(source), TransferTimeout)
+        }
+        for avoided in (self._failed | hopeless, hopeless):
+            try:
+                plan = await anyio.to_thread.run_sync(self._replan, reads, ended, frozenset(avoided))
+            except IncompleteVersionError:
+                continue
+            return ReadPlan.of(plan)
+        raise self._error(ended, None)
+
+    def _replan(self, reads: ReadPlan, ended: Round, avoid: frozenset[Source]) -> Plan:
+        return replan(
+            reads.plan,
+            self._planned.needs,
+            self._planned.merged,
+            failed_sources=avoid,
+            landed=ended.landed,
+            spread=self._settings.spread,
+        )
+
+    async def _part_from_unsettled(self, ended: Round) -> None:
+        """Where a read may still land, go on in another arena: a replica's bytes must not be overwritten."""
+        until = anyio.current_time() + _SETTLE_S
+        for read in ended.unsettled:
+            if not await read.wait_settled(until):
+                break
+        unsettled = ended.unsettled
+        if not unsettled:
+            return
+        size_bytes = self._planned.needs.arena_bytes
+        fresh = await self._pool.take(size_bytes)
+        old, self.arena = self.arena, fresh
+        await anyio.to_thread.run_sync(_copy, old, fresh, size_bytes)
+        self._pool.quarantine(old, unsettled)
+
+    def _error(self, ended: Round, attempts: int | None) -> Exception:
+        source, error = next(iter(ended.failures.items()))
+        tried = (
+            "no replica has what is missing" if attempts is None else f"given up after {attempts} attempts"
+        )
+        about = f"version {self._sources.version_id}: {source}: {error} ({tried})"
+        raised: Exception
+        if isinstance(error, TransferError):
+            raised = type(error)(about, peer=error.peer)
+        elif isinstance(error, (DigestMismatch, ManifestError, Unavailable, DeadlineExceeded)):
+            raised = type(error)(about)
+        else:
+            raised = ModelExpressError(about)
+        raised.__cause__ = error
+        return raised
+
+
+def _copy(old: Arena, fresh: Arena, size_bytes: int) -> None:
+    fresh.memory[:size_bytes] = old.memory[:size_bytes]
+
+
+def _workers(sources: dict[Source, Exception]) -> frozenset[WorkerId]:
+    return frozenset(WorkerId(source.worker_id) for source in sources)

@@ -1,0 +1,279 @@
+"""Manifests and digests of a version's publications: fetched side by side, verified, kept.
+
+A manifest is kept by its sha256, so a version whose manifests are those of the version before costs no
+fetch. Digests belong to one version and are fetched for each, while its bytes are read. A publication
+that can't be used is dropped where others cover its slot; else its error says which worker, slot and
+version it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+
+from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
+from modelexpress_rl._pb import refit_pb2 as refit
+from modelexpress_rl.errors import (
+    DeadlineExceeded,
+    ManifestError,
+    ModelExpressError,
+    PeerError,
+    Unavailable,
+)
+from modelexpress_rl.inference.lease import Publication
+from modelexpress_rl.reshard import manifest as manifests
+from modelexpress_rl.reshard.digests import DigestTable, decode_digests
+from modelexpress_rl.reshard.geometry import Source
+from modelexpress_rl.reshard.merge import SourceManifest
+from modelexpress_rl.rpc import NotFound, RpcError, Unimplemented, WorkerEndpoint, parse_address
+from statemachines.ids import VersionId, WorkerId
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONCURRENT_FETCHES = 32
+_THREAD_BYTES = 64 << 10  # below this, decoding takes less than handing it to a thread
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """One usable publication."""
+
+    publication: Publication
+    manifest: SourceManifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Digests:
+    """The digests of a version's sources; one that is in neither has made none."""
+
+    tables: Mapping[Source, DigestTable]
+    failures: Mapping[Source, ModelExpressError]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VersionSources:
+    """Every usable publication of a version, sorted by (slot, worker); `key` names their manifests."""
+
+    version_id: VersionId
+    fetched: tuple[Fetched, ...]
+    dropped: Mapping[WorkerId, ModelExpressError] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[tuple[str, str, str], ...]:
+        """What the plan depends on: the same key means the same addresses, boxes and peers."""
+        return tuple(f.publication.identity for f in self.fetched)
+
+    @property
+    def manifests(self) -> list[SourceManifest]:
+        """The manifests, in order."""
+        return [f.manifest for f in self.fetched]
+
+    def of(self, source: Source) -> Fetched:
+        """The publication behind a source."""
+        return next(f for f in self.fetched if f.manifest.source == source)
+
+
+class SourceFetcher:
+    """Fetches from trainer processes; keeps one connection to each, and the manifests last used."""
+
+    def __init__(
+        self,
+        *,
+        rpc_timeout_s: float,
+        connect: Callable[[str], WorkerEndpoint] | None = None,
+    ) -> None:
+        self._rpc_timeout_s = rpc_timeout_s
+        self._connect = connect or self._dial
+        self._endpoints: dict[str, WorkerEndpoint] = {}
+        self._manifests: dict[str, manifests.Manifest] = {}
+        self._limiter = anyio.CapacityLimiter(CONCURRENT_FETCHES)
+        self.fetches = 0
+
+    async def fetch(
+        self, version_id: VersionId, publications: Sequence[Publication], deadline: float
+    ) -> VersionSources:
+        """Fetch and check what is not kept; `deadline` is on the clock of `anyio.current_time()`.
+
+        Raises:
+            ModelExpressError: a slot has no publication that can be used. It is the first such error,
+                of its own class: ManifestError (not what was announced), Unavailable, DeadlineExceeded.
+        """
+        results: list[Fetched | ModelExpressError] = [DeadlineExceeded("not fetched")] * len(publications)
+
+        async def one(number: int) -> None:
+            publication = publications[number]
+            results[number] = await self._outcome(
+                lambda: self._fetch_one(version_id, publication, deadline), version_id, publication, deadline
+            )
+
+        async with anyio.create_task_group() as group:
+            for number in range(len(publications)):
+                group.start_soon(one, number)
+        used = [result for result in results if isinstance(result, Fetched)]
+        dropped = {
+            publication.worker_id: result
+            for publication, result in zip(publications, results, strict=True)
+            if isinstance(result, ModelExpressError)
+        }
+        self._require_every_slot(publications, results)
+        for worker_id, error in dropped.items():
+            _log.warning(
+                "version %s: a replica takes the place of worker %s: %s", version_id, worker_id, error
+            )
+        await self._forget_all_but(publications)
+        return VersionSources(version_id, tuple(used), dropped)
+
+    async def digests(self, sources: VersionSources, deadline: float) -> Digests:
+        """Fetch the digests of every source side by side; a failure is recorded, not raised."""
+        tables: dict[Source, DigestTable] = {}
+        failures: dict[Source, ModelExpressError] = {}
+
+        async def one(fetched: Fetched) -> None:
+            outcome = await self._outcome(
+                lambda: self._digests(sources.version_id, fetched, deadline),
+                sources.version_id,
+                fetched.publication,
+                deadline,
+            )
+            if isinstance(outcome, ModelExpressError):
+                failures[fetched.manifest.source] = outcome
+            elif outcome is not None:
+                tables[fetched.manifest.source] = outcome
+
+        async with anyio.create_task_group() as group:
+            for fetched in sources.fetched:
+                group.start_soon(one, fetched)
+        return Digests(tables, failures)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        for endpoint in self._endpoints.values():
+            await endpoint.aclose()
+        self._endpoints.clear()
+
+    def _require_every_slot(
+        self, publications: Sequence[Publication], results: Sequence[Fetched | ModelExpressError]
+    ) -> None:
+        usable = {f.publication.slot_id for f in results if isinstance(f, Fetched)}
+        for publication, result in zip(publications, results, strict=True):
+            if isinstance(result, ModelExpressError) and publication.slot_id not in usable:
+                raise result
+
+    async def _outcome(
+        self,
+        fetch: Callable[[], Awaitable[T]],
+        version_id: VersionId,
+        publication: Publication,
+        deadline: float,
+    ) -> T | ModelExpressError:
+        """What `fetch` returns, or its error, with which worker, slot and version it was about."""
+        at = f"version {version_id}: {publication}"
+        try:
+            with anyio.fail_at(deadline):
+                async with self._limiter:
+                    return await fetch()
+        except ModelExpressError as error:
+            return _about(at, error)
+        except TimeoutError:
+            return DeadlineExceeded(f"{at}: no answer within the transfer's deadline")
+
+    async def _fetch_one(self, version_id: VersionId, publication: Publication, deadline: float) -> Fetched:
+        manifest = await self._manifest(version_id, publication, deadline)
+        return Fetched(publication, SourceManifest.of(publication.slot_id, publication.worker_id, manifest))
+
+    async def _manifest(
+        self, version_id: VersionId, publication: Publication, deadline: float
+    ) -> manifests.Manifest:
+        kept = self._manifests.get(publication.manifest_digest)
+        if kept is not None:
+            return kept
+        self.fetches += 1
+        request = refit.GetWeightVersionShardManifestRequest(
+            version_id=version_id, source_slot_id=publication.slot_id
+        )
+        answer = await self._endpoint(publication.endpoint).get_weight_version_shard_manifest(
+            request, timeout_s=self._timeout_s(deadline)
+        )
+        manifest = await _decoded(
+            lambda: _checked_manifest(answer.manifest, answer.manifest_digest, publication),
+            len(answer.manifest),
+        )
+        self._manifests[publication.manifest_digest] = manifest
+        return manifest
+
+    async def _digests(self, version_id: VersionId, fetched: Fetched, deadline: float) -> DigestTable | None:
+        publication = fetched.publication
+        request = v1.GetShardDigestsRequest(version_id=version_id, source_slot_id=publication.slot_id)
+        try:
+            # The publisher answers when it has hashed its shards, which may take longer than an RPC.
+            answer = await self._endpoint(publication.endpoint).get_shard_digests(
+                request, timeout_s=max(deadline - anyio.current_time(), 0.001)
+            )
+        except (NotFound, Unimplemented):
+            return None  # a publisher of 0.7, or one that was told to make none
+        if hashlib.sha256(answer.digests).hexdigest() != answer.sha256:
+            raise ManifestError(f"its digests have not the sha256 {answer.sha256!r} that came with them")
+        table = fetched.manifest.manifest.table
+        return await _decoded(
+            lambda: decode_digests(answer.digests, table, publication.manifest_digest), len(answer.digests)
+        )
+
+    def _endpoint(self, address: str) -> WorkerEndpoint:
+        if address not in self._endpoints:
+            self._endpoints[address] = self._connect(address)
+        return self._endpoints[address]
+
+    def _dial(self, address: str) -> WorkerEndpoint:
+        return WorkerEndpoint(
+            parse_address(address, what="manifest_endpoint"), rpc_timeout_s=self._rpc_timeout_s
+        )
+
+    def _timeout_s(self, deadline: float) -> float:
+        return max(min(self._rpc_timeout_s, deadline - anyio.current_time()), 0.001)
+
+    async def _forget_all_but(self, publications: Sequence[Publication]) -> None:
+        """Keep what this version uses; a later one that uses something else fetches it."""
+        digests = {publication.manifest_digest for publication in publications}
+        addresses = {publication.endpoint for publication in publications}
+        self._manifests = {digest: m for digest, m in self._manifests.items() if digest in digests}
+        for address in self._endpoints.keys() - addresses:
+            await self._endpoints.pop(address).aclose()
+
+
+def _checked_manifest(data: bytes, claimed: str, publication: Publication) -> manifests.Manifest:
+    own = manifests.digest(data)
+    if not own == claimed == publication.manifest_digest:
+        raise ManifestError(
+            f"the manifest that it served has sha256 {own}, it says {claimed!r}, and "
+            f"{publication.manifest_digest!r} was announced to the control plane"
+        )
+    return manifests.decode(data)
+
+
+def _about(at: str, error: ModelExpressError) -> ModelExpressError:
+    """The error, with which worker, slot and version it was about."""
+    if isinstance(error, RpcError):
+        kind: type[ModelExpressError] = Unavailable
+        if isinstance(error, NotFound):
+            kind = ManifestError  # announced, but not served: nothing that waiting would mend
+        elif isinstance(error, TimeoutError):
+            kind = DeadlineExceeded
+    else:
+        kind = type(error) if isinstance(error, PeerError) else PeerError
+    about = kind(f"{at}: {error}")
+    about.__cause__ = error
+    return about
+
+
+async def _decoded(decode: Callable[[], T], size_bytes: int) -> T:
+    if size_bytes < _THREAD_BYTES:
+        return decode()
+    return await anyio.to_thread.run_sync(decode)
