@@ -80,7 +80,7 @@ async def watch_version(
                 attempt(plane, version_id, wait_for_creation and last is None, policy, contact)
             ) as statuses:
                 async for status in statuses:
-                    if last is None or _differs(status, last):
+                    if last is None or not same(status, last):
                         last = status
                         yield status
                     if status.state.ended:
@@ -125,7 +125,7 @@ async def watch_model(
                         status = version_status_from_pb(message.status)
                         present.add(status.version_id)
                         known = last.get(status.version_id)
-                        if known is None or _differs(status, known):
+                        if known is None or not same(status, known):
                             last[status.version_id] = status
                             yield status
                         if status.state is VersionState.FORGOTTEN:
@@ -301,9 +301,9 @@ def _is_an_end(state: VersionState | WeightVersionState) -> bool:
     return state.value in ("RELEASING", "RETIRED", "FORGOTTEN")
 
 
-def _differs(status: VersionStatus, last: VersionStatus) -> bool:
-    """Whether something changed that a reader of statuses acts on; a renewed lease is not."""
-    return _significant(status) != _significant(last)
+def same(one: VersionStatus, other: VersionStatus) -> bool:
+    """Whether nothing differs that a reader of statuses acts on; a renewed lease is no difference."""
+    return _significant(one) == _significant(other)
 
 
 def _significant(status: VersionStatus) -> VersionStatus:
