@@ -44,6 +44,9 @@ class EndpointServer:
             UsageError: the port or the host can't be bound; the message names both.
         """
         listener = _listen(self._host, self._wanted_port)
+        # asyncio sets it only where the socket names its protocol, which one that was accepted here does
+        # not; without it an answer waits up to 40 ms for a delayed acknowledgement.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server = _Server(self._services)
         await self._server.start(sock=listener)
         self.port = listener.getsockname()[1]
