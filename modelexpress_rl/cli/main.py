@@ -24,7 +24,14 @@ class Subcommand:
     help: str
 
 
-SUBCOMMANDS = (Subcommand("serve", "modelexpress_rl.cli.serve", "run the control plane"),)
+SUBCOMMANDS = (
+    Subcommand("serve", "modelexpress_rl.cli.serve", "run the control plane"),
+    Subcommand(
+        "demo",
+        "modelexpress_rl.cli.demo.command",
+        "a trainer refits generators, step after step, and the bytes are proven",
+    ),
+)
 
 
 class _Module(Protocol):

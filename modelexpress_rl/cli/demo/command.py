@@ -11,28 +11,26 @@ from rich.console import Console
 from modelexpress_rl.cli.demo import options as demo_options
 from modelexpress_rl.errors import UsageError
 
-HELP = "a trainer refits generators, step after step, and the bytes are proven"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     demo_options.add_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the demo; the exit code is 0 only if every step was proven.
 
     Raises:
         UsageError: an option does not fit, or a package that it needs is missing.
     """
-    options = demo_options.parse(arguments)
+    chosen = demo_options.parse(options)
     _require("torch", "torch", "the demo's models are made of torch tensors")
     _require("nixl", "nixl", "weights are read over NIXL")
-    if options.trainer == "megatron":
+    if chosen.trainer == "megatron":
         _require("megatron.core", "megatron", "or try `mx-rl demo --trainer toy`, which needs no Megatron")
     from modelexpress_rl.cli.demo.orchestrator import Orchestrator
 
-    return 0 if anyio.run(Orchestrator(options, Console()).run) else 1
+    return 0 if anyio.run(Orchestrator(chosen, Console()).run) else 1
 
 
 def _require(module: str, extra: str, why: str) -> None:

@@ -91,7 +91,7 @@ class Orchestrator:
 
     async def _until_served(self, child: Child) -> None:
         with anyio.move_on_after(START_TIMEOUT_S):
-            while "listening on" not in child.tail():  # noqa: ASYNC110  a log file has no event
+            while "listening on" not in child.tail():
                 await anyio.sleep(0.05)
                 if not child.running:
                     break
@@ -221,7 +221,7 @@ class Orchestrator:
                 step.proofs.append(rank)
                 step.wire_s = max(step.wire_s, metrics.get("wire_transfer_s", 0.0))
                 step.refit_s = max(step.refit_s, rank["refit_s"])
-                step.wire_bytes += int(metrics.get("bytes_read", 0))
+                step.wire_bytes += int(metrics.get("bytes", 0))
 
         async with anyio.create_task_group() as refitting:
             for index in range(len(peers.generators)):

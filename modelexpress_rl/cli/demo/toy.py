@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from modelexpress_rl.cli.demo.generator_model import GeneratorShape, generator_slices
-from modelexpress_rl.train.engines.plain import PlainTensor, PlainTrainerContext
+from modelexpress_rl.train.engines.plain import PlainBox, PlainTrainerContext
 
 SEED = 1234
 
@@ -41,10 +41,10 @@ class ToyModel:
         """One slot per rank."""
         return PlainTrainerContext(slot_id=f"toy:tensor-parallel-rank:{self._rank}")
 
-    def tensors(self) -> list[PlainTensor]:
+    def tensors(self) -> list[PlainBox]:
         """This rank's boxes of the model."""
         return [
-            PlainTensor(name, part, global_shape=self._boxes[name][0], offset=self._boxes[name][1])
+            PlainBox(name, part, full_shape=self._boxes[name][0], offset=self._boxes[name][1])
             for name, part in self._parts.items()
         ]
 

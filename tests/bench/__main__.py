@@ -1,0 +1,49 @@
+"""`python -m tests.bench NAME [--json]`: measure something, side by side in one run.
+
+Each benchmark is a module of this package with `add_arguments(parser)` and `run(arguments) -> Result`.
+Benchmarks print figures and ratios; they never pass or fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench.result import Result
+
+NAMES = ("refit",)
+
+
+def main() -> None:
+    """Run one benchmark and print its figures, as a table or as one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name in NAMES:
+        module = importlib.import_module(f"tests.bench.{name}")
+        command = commands.add_parser(name, help=module.__doc__.splitlines()[0])
+        command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = parser.parse_args()
+    result: Result = arguments.run(arguments)
+    if arguments.json:
+        print(json.dumps(result.figures))
+    else:
+        _print(result)
+
+
+def _print(result: Result) -> None:
+    table = Table(title=result.title, title_justify="left", caption=result.conditions, caption_justify="left")
+    for column in ("figure", "value", "goal"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for name, value in result.figures.items():
+        table.add_row(name, f"{value:.3f}", result.goals.get(name, ""))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
