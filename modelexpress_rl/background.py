@@ -32,7 +32,7 @@ class Background:
 
     def __init__(self, name: str, on_crash: Callable[[BaseException], None] | None = None) -> None:
         self.name = name
-        self._on_crash = on_crash
+        self.on_crash = on_crash
         self._owner: asyncio.Task[None] | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._failure: BaseException | None = None
@@ -134,8 +134,8 @@ class Background:
         if self._failure is not None:
             return
         self._failure = error
-        if self._on_crash is not None:
+        if self.on_crash is not None:
             try:
-                self._on_crash(error)
+                self.on_crash(error)
             except Exception:  # noqa: BLE001 (the crash itself is being reported)
                 _log.exception("%s: on_crash failed", self.name)

@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 
+from modelexpress_rl import envs
 from modelexpress_rl.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class RefitTimings:
 
     def _keep(self, record: RefitRecord) -> None:
         self._last = record
-        if os.environ.get(LOG_PREFIX, "1").strip() not in ("0", "false", "no", "off"):
+        if envs.refit_timing():
             line = {
                 "side": record.side,
                 "version_id": record.version_id,

@@ -30,6 +30,7 @@ from modelexpress_rl.errors import TryAgainError, UsageError
 from modelexpress_rl.rpc.clients import ControlPlane
 from modelexpress_rl.rpc.errors import RpcError, Unimplemented
 from modelexpress_rl.rpc.retry import Backoff
+from statemachines.publication import readers_gone_by_ms
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +143,12 @@ class Registration:
         may have been applied. It holds until `Answering` or a later renewal.
         """
         last_ms = self._clock.now_ms() if self._may_be_applied_ms is None else self._may_be_applied_ms
-        return last_ms + self.ttl_ms + lease_ttl_ms + self._margin_ms
+        return readers_gone_by_ms(last_ms, self.ttl_ms, lease_ttl_ms, self._margin_ms)
+
+    def readers_gone_if_renewed_ms(self, lease_ttl_ms: int) -> int:
+        """The same, should the attempts that follow `Answering` be applied without our hearing of it."""
+        last_ms = self._clock.now_ms() + self.ttl_ms // 3
+        return readers_gone_by_ms(last_ms, self.ttl_ms, lease_ttl_ms, self._margin_ms)
 
     async def register(self, *, total_s: float | None = None) -> None:
         """Register for the first time, trying again until `total_s` (the RPC timeout) has passed.
@@ -180,6 +186,15 @@ class Registration:
         """Wait until we are registered; returns at once where no separation was told."""
         while self._separated:
             await self._back.wait()
+
+    async def renew_forgotten(self, reason: str) -> None:
+        """Register anew at once, because an answer showed that the control plane doesn't know us.
+
+        Raises:
+            RpcError: it did not succeed; `run` goes on trying.
+        """
+        self._tell_lost(reason)
+        await self._renew_once(min(self._control.rpc_timeout_s, self.ttl_ms / 3000))
 
     async def leave(self) -> None:
         """Say good-bye, so that what we published counts no more at once; failures are only logged."""

@@ -1,0 +1,224 @@
+"""The engine adapter contract: how a training engine says what it holds, and how that is staged.
+
+An adapter knows its engine's tensors and nothing of transports: it turns them into `SourceBox`es, boxes
+of tensors under their Hugging Face names, and hands these to the `ShardStaging` that it is given,
+which lends or copies the memory, registers it and makes the manifest. An adapter of another kind may
+make the `StagedWeightVersionShardData` itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from modelexpress_rl.train.config import TrainerStagingMode
+from modelexpress_rl.train.fences import CompletionFence, Fence
+from modelexpress_rl.version import WeightPayloadFormat, WeightVersionRef
+
+__all__ = [
+    "CompletionFence",
+    "Fence",
+    "ShardStaging",
+    "SourceBox",
+    "StagedWeightVersionShardData",
+    "TrainerEngineAdapter",
+    "WeightVersionShardManifest",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBox:
+    """A box of one Hugging Face tensor as it lies in this process's memory, contiguous and row-major.
+
+    `dtype` is spelled as torch does ("torch.bfloat16"); `offset` and `shape` are in elements of the
+    tensor of `full_shape`. The box's `size_bytes` bytes begin at `addr` on the device; `owner` keeps
+    that memory alive, and is a torch tensor where the memory is not the CPU's.
+    """
+
+    name: str
+    dtype: str
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    addr: int
+    size_bytes: int
+    device_kind: str = "cpu"
+    device_index: int = 0
+    owner: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersionShardManifest:
+    """What a generator must know to read a shard: the encoded manifest, and sums for the record."""
+
+    data: bytes
+    tensor_count: int
+    total_bytes: int
+    transport: str = "nixl"
+    _digest: list[str] = field(default_factory=list[str], init=False, compare=False, repr=False)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of `data`, in hex; computed once."""
+        if not self._digest:
+            self._digest.append(hashlib.sha256(self.data).hexdigest())
+        return self._digest[0]
+
+
+class TileDigests(Protocol):
+    """The digests of what a shard's bytes are, for readers that verify what they read."""
+
+    async def table(self) -> bytes:
+        """The encoded table; computed in a thread, once."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody will ask any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeightVersionShardData:
+    """A staged shard: what is announced, and what keeps it readable.
+
+    `publish_ready` completes when the bytes that the manifest describes are in place; None: they are.
+    `source_reuse_ready` is a further condition of the engine's own under which the published buffers
+    may be overwritten, beside that nobody reads them; None: there is none. `buffer_owner` is kept
+    until then, and its `release()` is called, where it has one.
+    """
+
+    manifest: WeightVersionShardManifest
+    publish_ready: CompletionFence | None = None
+    source_reuse_ready: CompletionFence | None = None
+    buffer_owner: Any = None
+    digests: TileDigests | None = None
+
+
+class ShardStaging(Protocol):
+    """What the runtime offers an adapter for one version, in the staging mode of the config."""
+
+    @property
+    def mode(self) -> TrainerStagingMode:
+        """IN_PLACE or one of the copy modes."""
+        ...
+
+    async def stage(self, boxes: Sequence[SourceBox]) -> StagedWeightVersionShardData:
+        """Lend or copy these boxes, register their memory where it isn't yet, and make the manifest.
+
+        Raises:
+            UsageError: a box is impossible or two disagree; the message names the tensor.
+            DeadlineExceeded: every arena was being read until the deadline.
+        """
+        ...
+
+
+class TrainerEngineAdapter(ABC):
+    """One training engine's side of a publication."""
+
+    @property
+    @abstractmethod
+    def source_slot_id(self) -> str:
+        """The slot of the bound tensors.
+
+        Raises:
+            StateError: nothing is bound.
+        """
+
+    @property
+    @abstractmethod
+    def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
+        """The staging modes that `stage_shard` can do."""
+
+    @property
+    @abstractmethod
+    def supported_payload_formats(self) -> frozenset[WeightPayloadFormat]:
+        """The payload formats that `stage_shard` can do."""
+
+    @abstractmethod
+    def bind_tensors(self, tensors: Any) -> str:
+        """Fix the tensors that are published from now on, and return their slot.
+
+        What `tensors` may be is the engine's matter.
+
+        Raises:
+            UsageError: they are not what the engine expects.
+        """
+
+    @abstractmethod
+    async def stage_shard(
+        self, version: WeightVersionRef, staging: ShardStaging
+    ) -> StagedWeightVersionShardData:
+        """Stage the bound tensors as this version.
+
+        Raises:
+            StateError: nothing is bound, or a tensor's storage moved since it was; the message names it.
+        """
+
+    def content(self) -> object:
+        """What would be staged now: equal for the same buffers, and `str` of it describes them.
+
+        Two publications of one version and slot are the same where this is equal.
+        """
+        return self
+
+
+class BoxAdapter(TrainerEngineAdapter):
+    """An adapter that only has to say which boxes it holds."""
+
+    @property
+    def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
+        """In place, or through a host arena."""
+        return frozenset({TrainerStagingMode.IN_PLACE, TrainerStagingMode.COPY_TO_HOST})
+
+    @property
+    def supported_payload_formats(self) -> frozenset[WeightPayloadFormat]:
+        """Whole tensors."""
+        return frozenset({WeightPayloadFormat.FULL_TENSOR})
+
+    @abstractmethod
+    def boxes(self) -> tuple[SourceBox, ...]:
+        """The boxes of the bound tensors as they lie now; the same tuple while nothing changed.
+
+        Raises:
+            StateError: nothing is bound, or a tensor's storage moved since it was; the message names it.
+        """
+
+    async def stage_shard(
+        self, version: WeightVersionRef, staging: ShardStaging
+    ) -> StagedWeightVersionShardData:
+        """See `TrainerEngineAdapter`."""
+        return await staging.stage(self.boxes())
+
+    def content(self) -> object:
+        """See `TrainerEngineAdapter`."""
+        return BoxContent(self.boxes())
+
+
+@dataclass(frozen=True, slots=True)
+class BoxContent:
+    """Boxes at their addresses, in words: how many tensors and bytes, and where they begin."""
+
+    boxes: tuple[SourceBox, ...]
+
+    def __str__(self) -> str:
+        names = {box.name for box in self.boxes}
+        first = min(self.boxes, key=lambda box: box.addr, default=None)
+        where = "" if first is None else f", {first.name!r} at {first.addr:#x}"
+        return f"{len(names)} tensors of {total_bytes(self.boxes)} bytes{where}"
+
+
+def total_bytes(boxes: Sequence[SourceBox]) -> int:
+    """Bytes of all boxes together."""
+    return sum(box.size_bytes for box in boxes)
+
+
+def let_go(data: StagedWeightVersionShardData) -> None:
+    """Give back the buffers of a shard that will not be published, or is no longer read."""
+    if data.digests is not None:
+        data.digests.cancel()
+    release = getattr(data.buffer_owner, "release", None)
+    if release is not None:
+        release()

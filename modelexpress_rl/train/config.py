@@ -1,0 +1,72 @@
+"""What a trainer client is told: `ModelExpressTrainerConfig`, and the context that names its engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelexpress_rl.object_storage import ObjectStorageConfig
+    from modelexpress_rl.train.adapter import TrainerEngineAdapter
+    from modelexpress_rl.version import WeightPayloadFormat
+
+
+class TrainerStagingMode(StrEnum):
+    """Where the published bytes lie.
+
+    IN_PLACE lends the trainer's own tensors: nothing may write them until `source_reuse_ready`. The
+    copy modes copy them, so that training goes on at `publish_ready`. WRITE_TO_STORAGE uploads them.
+    """
+
+    UNSPECIFIED = "UNSPECIFIED"
+    IN_PLACE = "IN_PLACE"
+    COPY_TO_DEVICE = "COPY_TO_DEVICE"
+    COPY_TO_HOST = "COPY_TO_HOST"
+    WRITE_TO_STORAGE = "WRITE_TO_STORAGE"
+
+
+class TrainerEngineContext(ABC):
+    """Which engine trains, and what its adapter must know.
+
+    The adapter is built at the first tensor operation, not when the client is: process groups may not
+    exist before.
+    """
+
+    @abstractmethod
+    def create_adapter(self) -> TrainerEngineAdapter:
+        """Build the engine's adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelExpressTrainerConfig:
+    """How one trainer rank publishes; everything is optional, and the environment fills gaps.
+
+    `device_id` is the device index (`LOCAL_RANK` where None). `agent_name` names the NIXL agent and
+    must be unique in the job; `worker_id` names this process's life. Both are made where None.
+    `registration_ttl_seconds` is whole seconds. `process_group` and `object_storage` belong to
+    WRITE_TO_STORAGE.
+
+    Further bounds, in seconds: `release_grace_seconds` is how long a released publication waits for
+    the orchestrator to release the version before it is retracted; `close_timeout_seconds` how long
+    `close` waits for readers; `max_lease_ttl_seconds` the longest lease that a server grants which
+    doesn't say; `staging_timeout_seconds` how long a capture waits for a free arena.
+    """
+
+    device_id: int | None = None
+    agent_name: str | None = None
+    model_name: str | None = None
+    staging_mode: TrainerStagingMode | str | None = None
+    payload_format: WeightPayloadFormat | str | None = None
+    worker_id: str | None = None
+    server_url: str | None = None
+    registration_ttl_seconds: int | None = None
+    rpc_timeout_seconds: float = 30.0
+    process_group: Any = None
+    object_storage: ObjectStorageConfig | None = None
+    engine_context: TrainerEngineContext | None = None
+    release_grace_seconds: float = 5.0
+    close_timeout_seconds: float = 10.0
+    max_lease_ttl_seconds: float = 300.0
+    staging_timeout_seconds: float = 300.0

@@ -1,0 +1,147 @@
+"""The endpoint inside a trainer process that answers for its manifests and their digests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from grpclib import GRPCError, Status
+
+from modelexpress_rl._pb import modelexpress_rl_grpc, refit_grpc
+from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
+from modelexpress_rl._pb import refit_pb2 as refit
+from modelexpress_rl.errors import UsageError
+from modelexpress_rl.rpc.endpoint import EndpointServer
+from modelexpress_rl.train.adapter import TileDigests, WeightVersionShardManifest
+
+if TYPE_CHECKING:
+    import grpclib.server
+
+_log = logging.getLogger(__name__)
+
+PORT_VARIABLE = "MX_WORKER_GRPC_PORT"
+DIGEST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedShard:
+    """What is answered for one version and slot."""
+
+    manifest: WeightVersionShardManifest
+    digests: TileDigests | None = None
+
+
+class ManifestService:
+    """Serves the manifests of one client; one server, one port of its own.
+
+    `advertised_host` is what readers dial. `port` 0 lets the kernel choose.
+    """
+
+    def __init__(self, advertised_host: str, *, port: int = 0) -> None:
+        self._host = advertised_host
+        self._served: dict[tuple[str, str], ServedShard] = {}
+        services = (_Manifests(self._served), _Digests(self._served))
+        # A loopback address is meant for this host only; any other may stand for any interface.
+        self._server = EndpointServer(services, host=_interface(advertised_host), port=port)
+        self._port = port
+
+    @property
+    def endpoint(self) -> str:
+        """`host:port`, once started."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._server.port}"
+
+    async def start(self) -> None:
+        """Begin to serve.
+
+        Raises:
+            UsageError: the configured port is taken; the message names it and its variable.
+        """
+        try:
+            await self._server.start()
+        except UsageError as error:
+            if self._port:
+                raise UsageError(f"{PORT_VARIABLE}={self._port}: {error}") from error
+            raise
+
+    def serve(self, version_id: str, slot_id: str, shard: ServedShard) -> None:
+        """Answer for this version and slot from now on; the same again is harmless."""
+        self._served[version_id, slot_id] = shard
+
+    def stop(self, version_id: str, slot_id: str) -> None:
+        """Answer NOT_FOUND from now on; unknown ones are harmless."""
+        self._served.pop((version_id, slot_id), None)
+
+    @property
+    def served(self) -> Mapping[tuple[str, str], ServedShard]:
+        """What is served now, by version and slot."""
+        return self._served
+
+    async def aclose(self) -> None:
+        """Stop serving, bounded; idempotent."""
+        self._served.clear()
+        await self._server.aclose()
+
+
+class _Manifests(refit_grpc.RefitWorkerServiceBase):
+    def __init__(self, served: Mapping[tuple[str, str], ServedShard]) -> None:
+        self._served = served
+
+    async def GetWeightVersionShardManifest(  # noqa: N802 (the wire's name)
+        self,
+        stream: grpclib.server.Stream[
+            refit.GetWeightVersionShardManifestRequest, refit.GetWeightVersionShardManifestResponse
+        ],
+    ) -> None:
+        request = await stream.recv_message()
+        assert request is not None
+        shard = _find(self._served, request.version_id, request.source_slot_id)
+        await stream.send_message(
+            refit.GetWeightVersionShardManifestResponse(
+                manifest=shard.manifest.data, manifest_digest=shard.manifest.digest
+            )
+        )
+
+
+class _Digests(modelexpress_rl_grpc.RefitWorkerDigestServiceBase):
+    def __init__(self, served: Mapping[tuple[str, str], ServedShard]) -> None:
+        self._served = served
+
+    async def GetShardDigests(  # noqa: N802 (the wire's name)
+        self, stream: grpclib.server.Stream[v1.GetShardDigestsRequest, v1.GetShardDigestsResponse]
+    ) -> None:
+        request = await stream.recv_message()
+        assert request is not None
+        shard = _find(self._served, request.version_id, request.source_slot_id)
+        if shard.digests is None:
+            raise GRPCError(Status.NOT_FOUND, "the shard was published without digests")
+        try:
+            async with asyncio.timeout(DIGEST_TIMEOUT_S):
+                table = await shard.digests.table()
+        except TimeoutError as error:
+            raise GRPCError(
+                Status.DEADLINE_EXCEEDED, f"digests not made within {DIGEST_TIMEOUT_S:g} s"
+            ) from error
+        except Exception as error:
+            _log.exception("digests of version %s", request.version_id)
+            raise GRPCError(Status.INTERNAL, f"the digests could not be made: {error}") from error
+        await stream.send_message(
+            v1.GetShardDigestsResponse(digests=table, sha256=hashlib.sha256(table).hexdigest())
+        )
+
+
+def _find(served: Mapping[tuple[str, str], ServedShard], version_id: str, slot_id: str) -> ServedShard:
+    shard = served.get((version_id, slot_id))
+    if shard is None:
+        raise GRPCError(Status.NOT_FOUND, f"version {version_id!r} in slot {slot_id!r} is not published here")
+    return shard
+
+
+def _interface(advertised_host: str) -> str | None:
+    if advertised_host in ("127.0.0.1", "::1"):
+        return advertised_host
+    return "127.0.0.1" if advertised_host == "localhost" else None

@@ -1,0 +1,117 @@
+"""The memory under source boxes: merged into extents, seen as bytes, copied off the event loop."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelexpress_rl.errors import UsageError
+from modelexpress_rl.train.adapter import SourceBox
+from modelexpress_rl.transport.port import Region
+
+COPY_CHUNK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A contiguous piece of memory that boxes lie in; `owner` is that of its first box."""
+
+    addr: int
+    size_bytes: int
+    device_kind: str
+    device_index: int
+    owner: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def region(self) -> Region:
+        """The same, as the transport wants it."""
+        return Region(self.addr, self.size_bytes, self.device_kind, self.device_index)
+
+
+def extents_of(boxes: Iterable[SourceBox]) -> tuple[Extent, ...]:
+    """The memory of these boxes without overlaps, by address; neighbours in one allocation are joined.
+
+    Several names of the same memory, and the pieces of one fused tensor, so become one extent.
+    """
+    held = [box for box in boxes if box.size_bytes]
+    held.sort(key=lambda box: (box.device_kind, box.device_index, box.addr, box.size_bytes))
+    extents: list[Extent] = []
+    for box in held:
+        last = extents[-1] if extents else None
+        if last is not None and _joins(last, box):
+            end = max(last.addr + last.size_bytes, box.addr + box.size_bytes)
+            extents[-1] = Extent(last.addr, end - last.addr, last.device_kind, last.device_index, last.owner)
+        else:
+            extents.append(Extent(box.addr, box.size_bytes, box.device_kind, box.device_index, box.owner))
+    return tuple(extents)
+
+
+def _joins(last: Extent, box: SourceBox) -> bool:
+    if (last.device_kind, last.device_index) != (box.device_kind, box.device_index):
+        return False
+    end = last.addr + last.size_bytes
+    return box.addr < end or (box.addr == end and _allocation(last.owner) == _allocation(box.owner) != None)  # noqa: E711
+
+
+def _allocation(owner: Any) -> int | None:
+    storage = getattr(owner, "untyped_storage", None)
+    return None if storage is None else int(storage().data_ptr())
+
+
+def host_bytes(addr: int, size_bytes: int) -> NDArray[np.uint8]:
+    """Memory of this process as an array; whoever owns it must outlive the array."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(addr))
+
+
+def bytes_of(addr: int, size_bytes: int, device_kind: str, owner: Any) -> NDArray[np.uint8]:
+    """A piece of memory as an array on the host: a view on a CPU, a copy from a GPU."""
+    if device_kind == "cpu":
+        return host_bytes(addr, size_bytes)
+    array: NDArray[np.uint8] = _torch_bytes(addr, size_bytes, owner).cpu().numpy()
+    return array
+
+
+def copy_to_host(extents: Sequence[Extent], targets: Sequence[NDArray[np.uint8]], threads: int) -> None:
+    """Copy every extent into its target; returns once all bytes have arrived. Run it in a thread."""
+    jobs = [
+        (extent, target, begin, min(COPY_CHUNK_BYTES, extent.size_bytes - begin))
+        for extent, target in zip(extents, targets, strict=True)
+        for begin in range(0, extent.size_bytes, COPY_CHUNK_BYTES)
+    ]
+    if threads > 1 and len(jobs) > 1:
+        with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="mx-copy") as pool:
+            for _ in pool.map(_copy, jobs):
+                pass
+    else:
+        for job in jobs:
+            _copy(job)
+
+
+def _copy(job: tuple[Extent, NDArray[np.uint8], int, int]) -> None:
+    extent, target, begin, size_bytes = job
+    into = target[begin : begin + size_bytes]
+    if extent.device_kind == "cpu":
+        np.copyto(into, host_bytes(extent.addr + begin, size_bytes))
+        return
+    import torch  # only an engine that has tensors on a GPU comes here
+
+    source = _torch_bytes(extent.addr + begin, size_bytes, extent.owner)
+    torch.from_numpy(into).copy_(source)
+
+
+def _torch_bytes(addr: int, size_bytes: int, owner: Any) -> Any:
+    import torch
+
+    if not isinstance(owner, torch.Tensor):
+        raise UsageError(
+            f"memory at {addr} is not the CPU's: its owner must be a torch tensor, got {type(owner).__name__}"
+        )
+    storage = owner.untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=owner.device)
+    return whole.set_(storage, addr - storage.data_ptr(), (size_bytes,), (1,))

@@ -1,0 +1,326 @@
+"""Staging: boxes become registered memory, a manifest and digests, in place or in a host arena.
+
+What doesn't change from version to version is made once: the shard table for the same boxes, the
+registration of the same memory, the manifest bytes for the same table and the same agent metadata.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from modelexpress_rl.errors import StateError, UsageError
+from modelexpress_rl.reshard import manifest as manifests
+from modelexpress_rl.reshard.digests import digest_table, encode_digests
+from modelexpress_rl.reshard.geometry import Bytes, Shard, ShardTable
+from modelexpress_rl.timing import RefitRecord
+from modelexpress_rl.train.adapter import (
+    SourceBox,
+    StagedWeightVersionShardData,
+    WeightVersionShardManifest,
+    total_bytes,
+)
+from modelexpress_rl.train.arena import ArenaLayout, ArenaPool, HostArena
+from modelexpress_rl.train.config import TrainerStagingMode
+from modelexpress_rl.train.memory import Extent, bytes_of, copy_to_host, extents_of
+from modelexpress_rl.transport.port import Agent, Registration
+
+_log = logging.getLogger(__name__)
+
+THREADS = max(1, min(4, (os.cpu_count() or 2) // 2))
+_Boxes = tuple[SourceBox, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What boxes in their places give: made once for the same boxes."""
+
+    boxes: _Boxes
+    rows: _Boxes
+    table: ShardTable
+    extents: tuple[Extent, ...]
+
+    @classmethod
+    def of(cls, boxes: _Boxes) -> _Layout:
+        # A manifest lists the boxes of a tensor together, and digests go by the manifest's rows.
+        first: dict[str, int] = {}
+        for box in boxes:
+            first.setdefault(box.name, len(first))
+        rows = tuple(sorted(boxes, key=lambda box: first[box.name]))
+        return cls(boxes, rows, _table(rows), extents_of(rows))
+
+
+class _Lent:
+    """Memory that is registered where it lies, and how many publications lend it."""
+
+    def __init__(self, extents: tuple[Extent, ...], registration: Registration) -> None:
+        self.extents = extents
+        self.registration = registration
+        self.loans = 0
+
+
+class _Loan:
+    """One publication's use of lent memory; it keeps the tensors alive."""
+
+    def __init__(self, lent: _Lent, layout: _Layout) -> None:
+        self._lent: _Lent | None = lent
+        self._layout: _Layout | None = layout
+        lent.loans += 1
+
+    def release(self) -> None:
+        """Nobody reads it any more; a second call is harmless."""
+        lent, self._lent, self._layout = self._lent, None, None
+        if lent is not None:
+            lent.loans -= 1
+
+
+class Stager:
+    """Stages versions for one agent; it owns the arenas and the registrations of lent memory."""
+
+    def __init__(self, agent: Agent, *, arenas: ArenaPool | None = None, with_digests: bool = True) -> None:
+        self._agent = agent
+        self._with_digests = with_digests
+        self.arenas = arenas or ArenaPool(agent)
+        self._source: _Layout | None = None
+        self._lent: list[_Lent] = []
+        self._in_arena: dict[int, tuple[_Layout, _Layout]] = {}
+        self._manifests: dict[int, tuple[ShardTable, bytes, WeightVersionShardManifest]] = {}
+
+    def layout(self, boxes: Sequence[SourceBox]) -> _Layout:
+        """The layout of these boxes; the one of the last version where they are the same.
+
+        Raises:
+            UsageError: a box is impossible, or two disagree; the message names the tensor.
+        """
+        fixed = tuple(boxes)
+        if self._source is None or self._source.boxes != fixed:
+            self._source = _Layout.of(fixed)
+        return self._source
+
+    async def lend(self, boxes: Sequence[SourceBox], record: RefitRecord) -> StagedWeightVersionShardData:
+        """IN_PLACE: the boxes themselves are what is read."""
+        layout = self.layout(boxes)
+        with record.stage("setup_registration"):
+            lent = await self._registered(layout.extents)
+        with record.stage("transfer_planning"):
+            manifest = await self._manifest(0, layout)
+        return StagedWeightVersionShardData(
+            manifest, buffer_owner=_Loan(lent, layout), digests=self._digests(layout, manifest)
+        )
+
+    async def copy(
+        self, boxes: Sequence[SourceBox], holder: str, timeout_s: float, record: RefitRecord
+    ) -> StagedWeightVersionShardData:
+        """COPY_TO_HOST: an arena is filled, off the event loop, and is what is read.
+
+        Raises:
+            DeadlineExceeded: every arena was held until `timeout_s` had passed.
+        """
+        source = self.layout(boxes)
+        places = ArenaLayout.of(source.extents)
+        with record.stage("setup_registration"):
+            arena = await self.arenas.acquire(places.size_bytes, holder, timeout_s)
+        try:
+            with record.stage("source_preparation"):
+                await _fill(arena, source.extents, places)
+            with record.stage("transfer_planning"):
+                layout = self._moved(arena, source, places)
+                manifest = await self._manifest(arena.addr, layout)
+        except BaseException:
+            arena.release()
+            raise
+        record.count(copied_bytes=places.size_bytes)
+        return StagedWeightVersionShardData(
+            manifest, buffer_owner=arena, digests=self._digests(layout, manifest)
+        )
+
+    async def aclose(self) -> None:
+        """Deregister everything; idempotent."""
+        await self.arenas.aclose()
+        lent, self._lent = self._lent, []
+        for one in lent:
+            await self._agent.deregister(one.registration)
+
+    async def _registered(self, extents: tuple[Extent, ...]) -> _Lent:
+        for one in self._lent:
+            if one.extents == extents:
+                return one
+        for one in [one for one in self._lent if not one.loans]:
+            self._lent.remove(one)
+            await self._agent.deregister(one.registration)
+        registration = await self._agent.register([extent.region for extent in extents])
+        made = _Lent(extents, registration)
+        self._lent.append(made)
+        return made
+
+    def _moved(self, arena: HostArena, source: _Layout, places: ArenaLayout) -> _Layout:
+        known = self._in_arena.get(arena.addr)
+        if known is not None and known[0] is source:
+            return known[1]
+        moved = _Layout.of(_into_arena(source, places, arena))
+        # Arenas that are gone leave nothing behind here.
+        alive = {one.addr for one in self.arenas.arenas}
+        self._in_arena = {addr: kept for addr, kept in self._in_arena.items() if addr in alive}
+        self._in_arena[arena.addr] = source, moved
+        return moved
+
+    async def _manifest(self, place: int, layout: _Layout) -> WeightVersionShardManifest:
+        agent_meta = await self._agent.metadata()
+        known = self._manifests.get(place)
+        if known is not None and known[0] is layout.table and known[1] == agent_meta:
+            return known[2]
+        document = manifests.Manifest(
+            self._agent.name, self._agent.metadata_endpoint, agent_meta, layout.table
+        )
+        data = await anyio.to_thread.run_sync(manifests.encode, document)
+        made = WeightVersionShardManifest(
+            data, tensor_count=len(layout.table.tensors), total_bytes=total_bytes(layout.boxes)
+        )
+        alive = {0, *(one.addr for one in self.arenas.arenas)}
+        self._manifests = {at: kept for at, kept in self._manifests.items() if at in alive}
+        self._manifests[place] = layout.table, agent_meta, made
+        return made
+
+    def _digests(self, layout: _Layout, manifest: WeightVersionShardManifest) -> DigestJob | None:
+        return DigestJob(layout, manifest.digest) if self._with_digests else None
+
+
+class DigestJob:
+    """The tile digests of one staged version: made in a thread, once `start` runs.
+
+    The bytes are still while anybody may read them, so this runs beside the announcement and the
+    reads; readers ask for the digests last.
+    """
+
+    def __init__(self, layout: _Layout, manifest_digest: str) -> None:
+        self._layout: _Layout | None = layout
+        self._manifest_digest = manifest_digest
+        self._done = anyio.Event()
+        self._table = b""
+        self._error: Exception | None = None
+        self._cancelled = False
+
+    async def start(self) -> None:
+        """Make the table; failures are kept for whoever asks."""
+        layout = self._layout
+        if layout is None or self._done.is_set():
+            return
+        try:
+            self._table = await anyio.to_thread.run_sync(self._make, layout)
+        except Exception as error:  # noqa: BLE001 (raised in `table`)
+            self._error = error
+        finally:
+            self._done.set()
+            self._layout = None
+
+    async def table(self) -> bytes:
+        """The encoded table, once it is made.
+
+        Raises:
+            StateError: it was cancelled: the publication has ended.
+        """
+        await self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._table
+
+    def cancel(self) -> None:
+        """Nobody will ask any more; a job that runs ends at its next shard."""
+        self._cancelled = True
+        self._layout = None
+        if not self._table and self._error is None:
+            self._error = StateError("the publication has ended")
+        self._done.set()
+
+    def _make(self, layout: _Layout) -> bytes:
+        def memory(row: int) -> Bytes:
+            if self._cancelled:
+                raise StateError("the publication has ended")
+            box = layout.rows[row]
+            return bytes_of(box.addr, box.size_bytes, box.device_kind, box.owner)
+
+        made = digest_table(layout.table, memory, threads=THREADS)
+        return encode_digests(made, self._manifest_digest)
+
+
+class OneStaging:
+    """The `ShardStaging` that an adapter gets for one version."""
+
+    def __init__(
+        self,
+        stager: Stager,
+        mode: TrainerStagingMode,
+        *,
+        holder: str,
+        timeout_s: float,
+        record: RefitRecord,
+    ) -> None:
+        self._stager = stager
+        self._mode = mode
+        self._holder = holder
+        self._timeout_s = timeout_s
+        self._record = record
+
+    @property
+    def mode(self) -> TrainerStagingMode:
+        """The staging mode."""
+        return self._mode
+
+    async def stage(self, boxes: Sequence[SourceBox]) -> StagedWeightVersionShardData:
+        """See `ShardStaging`."""
+        match self._mode:
+            case TrainerStagingMode.IN_PLACE:
+                return await self._stager.lend(boxes, self._record)
+            case TrainerStagingMode.COPY_TO_HOST:
+                return await self._stager.copy(boxes, self._holder, self._timeout_s, self._record)
+            case _:
+                raise UsageError(f"staging mode {self._mode.value} is not implemented for FULL_TENSOR")
+
+
+def _table(boxes: _Boxes) -> ShardTable:
+    if not boxes:
+        raise UsageError("tensors: expected at least one box of a tensor, got none")
+    table = ShardTable.build(
+        Shard(box.name, box.dtype, box.full_shape, box.offset, box.shape, box.addr, box.device_index)
+        for box in boxes
+    )
+    for box, size_bytes in zip(boxes, table.size_bytes.tolist(), strict=True):
+        if box.size_bytes != size_bytes:
+            raise UsageError(
+                f"tensor {box.name!r}: {box.dtype} {box.shape} has {size_bytes} bytes, got {box.size_bytes}"
+            )
+    return table
+
+
+def _into_arena(source: _Layout, places: ArenaLayout, arena: HostArena) -> _Boxes:
+    starts = [(extent.device_kind, extent.device_index, extent.addr) for extent in source.extents]
+
+    def moved(box: SourceBox) -> SourceBox:
+        if not box.size_bytes:
+            return replace(box, addr=arena.addr, device_kind="cpu", device_index=0, owner=arena)
+        at = _last_at_most(starts, (box.device_kind, box.device_index, box.addr))
+        addr = arena.addr + places.offsets[at] + box.addr - source.extents[at].addr
+        return replace(box, addr=addr, device_kind="cpu", device_index=0, owner=arena)
+
+    return tuple(moved(box) for box in source.rows)
+
+
+def _last_at_most(starts: list[Any], key: Any) -> int:
+    from bisect import bisect_right
+
+    return bisect_right(starts, key) - 1
+
+
+async def _fill(arena: HostArena, extents: Sequence[Extent], places: ArenaLayout) -> None:
+    targets = [
+        arena.memory[offset : offset + extent.size_bytes]
+        for offset, extent in zip(places.offsets, extents, strict=True)
+    ]
+    # Not abandoned when cancelled: the arena may be used again only once the copy has ended.
+    await anyio.to_thread.run_sync(copy_to_host, extents, targets, THREADS)
