@@ -249,8 +249,9 @@ def _load(name: str, text: str, build: Callable[[Json], T]) -> T:
         body = json.loads(text)
         if not isinstance(body, dict):
             raise ValueError("it is not an object")
-        if body.get("schema") != SCHEMA:
-            raise ValueError(f"its schema is {body.get('schema')!r}, this release reads {SCHEMA}")
+        schema = body.get("schema")
+        if type(schema) is not int or schema != SCHEMA:
+            raise ValueError(f"its schema is {schema!r}, this release reads {SCHEMA}")
         return build(body)
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise StoredRecordError(
