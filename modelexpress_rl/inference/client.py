@@ -1,358 +1,117 @@
-"""The generator's client: stage a version while the engine works, install it at a safe point.
+"""The generator's clients: the asynchronous one, and the blocking one, which is a facade over it.
 
-client = await AsyncModelExpressGeneratorClient.initialize(config)
-staged = await client.stage_weight(WeightVersionRef("v7"))  # live weights untouched
-await client.apply_weight(staged)                           # at the engine's safe point
-await client.close()
+with ModelExpressGeneratorClient.initialize(config) as client:
+    staged = client.stage_weight(WeightVersionRef("v7"))  # live weights untouched
+    client.apply_weight(staged)                           # at the engine's safe point
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import contextlib
 from types import TracebackType
 from typing import Self
 
-import anyio
-import anyio.to_thread
-
-from modelexpress_rl.clock import MONOTONIC, Clock
-from modelexpress_rl.errors import EngineUncertain, LeaseLost, StateError, VersionGone
-from modelexpress_rl.inference.adapter import StagedTensor, WeightLoader
-from modelexpress_rl.inference.config import GeneratorSettings, ModelExpressGeneratorConfig
-from modelexpress_rl.inference.handle import AsyncStagedWeightHandle
-from modelexpress_rl.inference.lease import HeldLease
-from modelexpress_rl.inference.metrics import count_pull
-from modelexpress_rl.inference.parts import GeneratorParts
-from modelexpress_rl.inference.planning import PlannedVersion
-from modelexpress_rl.inference.pull import Pull, PullSettings
-from modelexpress_rl.inference.sources import VersionSources
-from modelexpress_rl.inference.staging import Arena
-from modelexpress_rl.inference.tasks import run_under
-from modelexpress_rl.timing import RefitRecord, RefitTimings
+from modelexpress_rl.blocking import Portal
+from modelexpress_rl.errors import StateError
+from modelexpress_rl.inference.async_client import AsyncModelExpressGeneratorClient
+from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
+from modelexpress_rl.inference.handle import AsyncStagedWeightHandle, StagedWeightHandle
 from modelexpress_rl.transport.port import Agent
 from modelexpress_rl.version import WeightVersion, WeightVersionRef
-from statemachines.ids import VersionId
-from statemachines.installation_records import (
-    Event,
-    Install,
-    InstallationState,
-    Installed,
-    InstallFailed,
-    PlanMade,
-    PullStarted,
-    PullVerified,
-)
-from statemachines.kernel import Refused
 
-_CLOSE_STAGING_S = 5.0
+__all__ = [
+    "AsyncModelExpressGeneratorClient",
+    "AsyncStagedWeightHandle",
+    "ModelExpressGeneratorClient",
+    "StagedWeightHandle",
+]
 
 
-class AsyncModelExpressGeneratorClient:
-    """One generator rank. Made by `initialize`; an async context manager that closes itself.
+class ModelExpressGeneratorClient:
+    """One generator rank, blocking; made by `initialize`, a context manager. Usable from any thread.
 
-    One version is staged at a time. Nothing touches the live weights but `apply_weight`; a stage that
-    fails or is cancelled leaves them, and returns its lease or lets it lapse.
+    Leases are renewed by an event loop in a thread of its own. The live weights are written in the
+    thread that calls `apply_weight`.
     """
 
-    def __init__(self, parts: GeneratorParts) -> None:
-        self._parts = parts
-        self._installation = parts.installation
-        self._timings = RefitTimings("generator")
-        self._active: AsyncStagedWeightHandle | None = None
-        self._staging: _Staging | None = None
-        self._jobs: dict[AsyncStagedWeightHandle, _Job] = {}
-        self._installed: tuple[VersionId, frozenset[tuple[str, str, str]]] | None = None
-        self._closed = False
+    def __init__(self, portal: Portal, client: AsyncModelExpressGeneratorClient) -> None:
+        self._portal = portal
+        self._client = client
+        self._handle: StagedWeightHandle | None = None
 
     @classmethod
-    async def initialize(
-        cls, config: ModelExpressGeneratorConfig, *, agent: Agent | None = None, clock: Clock = MONOTONIC
-    ) -> Self:
-        """Register with the control plane and start the transport.
+    def initialize(cls, config: ModelExpressGeneratorConfig, *, agent: Agent | None = None) -> Self:
+        """Register with the control plane and start the transport; see the asynchronous client."""
 
-        `agent` is used instead of a NIXL agent of its own, and stays the caller's to close.
+        async def opened() -> AsyncModelExpressGeneratorClient:
+            return await AsyncModelExpressGeneratorClient.initialize(config, agent=agent)
 
-        Raises:
-            UsageError: the configuration is not acceptable, or the engine can't take its weights so.
-            RpcError: the control plane refuses, or can't be reached.
-        """
-        return cls(await GeneratorParts.open(GeneratorSettings.of(config), agent, clock))
+        portal = Portal("generator client")
+        try:
+            return cls(portal, portal.call(opened))
+        except BaseException:
+            portal.close()
+            raise
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
+        self.close()
 
     @property
     def worker_id(self) -> str:
         """This process's life, as the control plane knows it."""
-        return self._parts.settings.worker_id
+        return self._client.worker_id
 
     @property
     def model_name(self) -> str:
         """The model."""
-        return self._parts.settings.model_name
+        return self._client.model_name
 
     @property
     def serving_version_id(self) -> str | None:
         """The version that every parameter provably holds; None where that can't be said."""
-        return self._installation.serving
+        return self._client.serving_version_id
 
     @property
     def uncertain(self) -> bool:
-        """Whether an install failed half-way, or is under way: parameters may hold either version."""
-        return self._installation.uncertain
+        """Whether parameters may hold either of two versions."""
+        return self._client.uncertain
 
     def pop_metrics(self) -> dict[str, float]:
-        """Times and counters of the refit that ended last, failed or not; handed out once."""
-        return self._timings.pop_metrics()
+        """Times and counters of the refit that ended last; handed out once."""
+        return self._client.pop_metrics()
 
-    async def stage_weight(self, version: WeightVersionRef | WeightVersion | str) -> AsyncStagedWeightHandle:
-        """Transfer and verify a version; live weights are not touched.
+    def stage_weight(self, version: WeightVersionRef | WeightVersion | str) -> StagedWeightHandle:
+        """Transfer and verify a version; see `AsyncModelExpressGeneratorClient.stage_weight`."""
+        staged = self._portal.call(self._client.stage_weight, version)
+        if self._handle is None or self._handle.staged is not staged:
+            self._handle = StagedWeightHandle(staged, self._portal)
+        return self._handle
 
-        Waits until the version is READY, and then for the transfer, each at most MX_TRANSFER_TIMEOUT.
-        The version that is staged already gives the same handle. The version that is served already,
-        from the same publications (or gone since), gives a handle that is applied; nothing moves.
-
-        Raises:
-            StateError: another version is staged, or the client is closed.
-            VersionGone: the version was released, or is not known.
-            DeadlineExceeded: it was not READY in time, or a worker did not answer.
-            IncompleteVersionError, GeometryError: publications and engine don't fit; names the tensor.
-            ManifestError: a manifest is not the one that was announced.
-            DigestMismatch, TransferError, TransferTimeout: the bytes did not arrive; names the source.
-            LeaseLost: the lease lapsed before the last read had completed.
-        """
-        version_id = _version_id(version)
-        while True:
-            self._check()
-            if self._active is not None:
-                if self._active.version_id == version_id:
-                    return self._active
-                raise StateError(
-                    f"version {version_id}: {self._active.version_id} is staged; apply or release it first"
-                )
-            if self._staging is None:
-                break
-            if self._staging.version_id != version_id:
-                raise StateError(f"version {version_id}: version {self._staging.version_id} is being staged")
-            await self._staging.ended.wait()
-        staging = self._staging = _Staging(version_id)
-        try:
-            with staging.scope:
-                return await self._stage(version_id)
-        finally:
-            self._staging = None
-            staging.ended.set()
-        raise StateError(f"version {version_id}: the client was closed while it was staged")
-
-    async def apply_weight(self, staged: AsyncStagedWeightHandle) -> None:
-        """Install a staged version; to be called at the engine's safe point. Applied twice, it is a no-op.
-
-        The engine is written in a thread of its own; a cancellation waits until it is through.
-
-        Raises:
-            StateError: the handle is not the active one of this client.
-            EngineUncertain: writing stopped half-way. Stage a version again: it is really installed.
-            ModelExpressError: a check before the first write failed; live weights are not touched, and
-                the version is still staged.
-        """
-        job = self._begin_install(staged)
+    def apply_weight(self, staged: StagedWeightHandle) -> None:
+        """Install a staged version in this thread; see `AsyncModelExpressGeneratorClient.apply_weight`."""
+        if not isinstance(staged, StagedWeightHandle):
+            raise StateError(f"apply_weight: expected a handle of stage_weight, got {type(staged).__name__}")
+        job = self._portal.call(self._client.begin_install, staged.staged)
         if job is None:
             return
         failure: BaseException | None = None
         try:
-            await anyio.to_thread.run_sync(job.write)
+            job.write()
         except BaseException as error:  # noqa: BLE001 (whatever it was, the engine is half-written)
             failure = error
-        self._end_install(staged, job, failure)
+        self._portal.call(self._client.end_install, staged.staged, failure)
 
-    async def close(self) -> None:
-        """Leave: end a stage under way, give up what is staged, return leases; bounded, idempotent."""
-        if self._closed:
+    def close(self) -> None:
+        """Leave the control plane and end the event loop; bounded, idempotent."""
+        if self._portal.closed:
             return
-        self._closed = True
-        with anyio.CancelScope(shield=True):
-            if self._staging is not None:
-                self._staging.scope.cancel()
-                with anyio.move_on_after(_CLOSE_STAGING_S):
-                    await self._staging.ended.wait()
-            if self._active is not None:
-                await self._active.release()
-            await self._parts.aclose()
-
-    def _check(self) -> None:
-        if self._closed:
-            raise StateError(f"the generator client {self.worker_id} is closed")
-        self._parts.background.check()
-
-    async def _stage(self, version_id: VersionId) -> AsyncStagedWeightHandle:
-        record = self._timings.begin(version_id)
         try:
-            lease = await self._lease(version_id, record)
-            if lease is None:
-                record.finish()
-                return AsyncStagedWeightHandle(version_id, record, self._release, applied=True)
-            self._installation.begin(lease)
-            job = await run_under(lambda: self._transfer(lease, record), lease.keep)
-        except BaseException as error:
-            self._installation.abandon(f"{type(error).__name__}: {error}")
-            record.finish(failed=True)
-            raise
-        handle = AsyncStagedWeightHandle(version_id, record, self._release)
-        self._active, self._jobs[handle] = handle, job
-        return handle
-
-    async def _lease(self, version_id: VersionId, record: RefitRecord) -> HeldLease | None:
-        """The lease on the version; None where its very publications are served already."""
-        served = not self.uncertain and self.serving_version_id == version_id
-        deadline = anyio.current_time() + self._parts.settings.transfer_timeout_s
-        with record.stage("control_discovery"):
-            try:
-                lease = await self._parts.session.acquire(version_id, deadline)
-            except VersionGone:
-                if served:
-                    return None
-                raise
-        if served and self._installed == (version_id, _identities(lease)):
-            self._parts.session.give_back(lease)
-            return None
-        return lease
-
-    async def _transfer(self, lease: HeldLease, record: RefitRecord) -> _Job:
-        parts, installation = self._parts, self._installation
-        deadline = anyio.current_time() + parts.settings.transfer_timeout_s
-        with record.stage("source_preparation"):
-            sources = await parts.fetcher.fetch(lease.version_id, lease.publications, deadline)
-        with record.stage("transfer_planning"):
-            planned = await parts.planning.planned(sources)
-        self._feed(PlanMade(planned.reads.workers, proven=True))
-        with record.stage("setup_registration"):
-            arena = await parts.pool.take(planned.needs.arena_bytes)
-        work = installation.work
-        assert work is not None
-        work.arena = arena
-        self._feed(PullStarted(lease.confirmed))
-        pull = work.pull = self._pull(sources, planned, arena)
-        begun_s = anyio.current_time()
-        with record.stage("wire_transfer"):
-            result = await pull.run(deadline)
-        self._feed(PullVerified(result.last_read_ms, digests_agree=True))
-        parts.cache.drop_unused()
-        count_pull(record, planned, result, anyio.current_time() - begun_s)
-        return _Job(planned.loader, planned.staged(pull.arena), record, _identities(lease))
-
-    def _pull(self, sources: VersionSources, planned: PlannedVersion, arena: Arena) -> Pull:
-        parts = self._parts
-        parts.cache.begin()
-        return Pull(
-            parts.agent,
-            parts.cache,
-            parts.fetcher,
-            parts.pool,
-            parts.clock,
-            planned=planned,
-            sources=sources,
-            arena=arena,
-            settings=PullSettings(
-                parts.settings.transfer_timeout_s,
-                parts.settings.max_transfer_attempts,
-                parts.planning.spread,
-            ),
-            on_failover=self._installation.fail_over,
-        )
-
-    def _feed(self, event: Event) -> None:
-        try:
-            self._installation.feed(event)
-        except Refused as refused:
-            raise LeaseLost(str(refused)) from refused
-
-    def _begin_install(self, staged: AsyncStagedWeightHandle) -> _Job | None:
-        """Check all that can fail, and enter INSTALLING; None where it is applied already."""
-        self._check()
-        job = self._jobs.get(staged)
-        if job is None:
-            if staged.applied:
-                return None
-            raise StateError(
-                f"version {staged.version_id}: its staging has been given up, or is not this client's"
-            )
-        if self._installation.state is InstallationState.INSTALLING:
-            raise StateError(f"version {staged.version_id} is being installed")
-        with job.record.stage("installation"):
-            job.loader.check(job.staged)
-        self._installation.feed(Install())
-        return job
-
-    def _end_install(self, staged: AsyncStagedWeightHandle, job: _Job, failure: BaseException | None) -> None:
-        del self._jobs[staged]
-        self._active = None
-        job.record.add("installation", job.written_s)
-        job.record.finish(failed=failure is not None)
-        staged._end(applied=failure is None)
-        if failure is None:
-            self._installed = (VersionId(staged.version_id), job.publications)
-            self._installation.feed(Installed())
-            return
-        self._installation.feed(InstallFailed(f"{type(failure).__name__}: {failure}"))
-        if not isinstance(failure, Exception):
-            raise failure
-        raise EngineUncertain(
-            f"version {staged.version_id}: its install failed half-way, so parameters may hold either "
-            f"version: {failure}"
-        ) from failure
-
-    def _release(self, handle: AsyncStagedWeightHandle) -> None:
-        if self._jobs.pop(handle, None) is not None:
-            self._active = None
-            handle._record.finish()
-            self._installation.abandon("its handle was released")
-
-
-class _Staging:
-    """A stage under way."""
-
-    def __init__(self, version_id: VersionId) -> None:
-        self.version_id = version_id
-        self.scope = anyio.CancelScope()
-        self.ended = anyio.Event()
-
-
-class _Job:
-    """What is needed to install a staged version."""
-
-    def __init__(
-        self,
-        loader: WeightLoader,
-        staged: Sequence[StagedTensor],
-        record: RefitRecord,
-        publications: frozenset[tuple[str, str, str]],
-    ) -> None:
-        self.loader = loader
-        self.staged = staged
-        self.record = record
-        self.publications = publications
-        self.written_s = 0.0
-
-    def write(self) -> None:
-        """Write the live weights; in whatever thread the engine wants."""
-        begun_s = time.perf_counter()
-        try:
-            self.loader.install(self.staged)
+            with contextlib.suppress(StateError):  # in a forked child: the loop is the parent's
+                self._portal.call(self._client.close)
         finally:
-            self.written_s = time.perf_counter() - begun_s
-
-
-def _version_id(version: WeightVersionRef | WeightVersion | str) -> VersionId:
-    if isinstance(version, str):
-        version = WeightVersionRef(version)
-    return VersionId(version.version_id)
-
-
-def _identities(lease: HeldLease) -> frozenset[tuple[str, str, str]]:
-    return frozenset(publication.identity for publication in lease.publications)
+            self._portal.close()

@@ -53,10 +53,14 @@ class AsyncStagedWeightHandle:
         return self._released
 
     async def release(self) -> None:
-        """Give the staging memory up, unless it has been; idempotent. Live weights are not touched."""
+        """Give the staging memory up, unless it has been; idempotent. Live weights are not touched.
+
+        Raises:
+            StateError: it is being installed.
+        """
         if not self._released:
-            self._released = True
             self._on_release(self)
+            self._released = True
 
     def _end(self, *, applied: bool) -> None:
         self._applied = applied
@@ -67,30 +71,30 @@ class StagedWeightHandle:
     """The blocking view of an `AsyncStagedWeightHandle`; the same version gives the same handle."""
 
     def __init__(self, staged: AsyncStagedWeightHandle, portal: Portal) -> None:
-        self._staged = staged
+        self.staged = staged
         self._portal = portal
 
     @property
     def version_id(self) -> str:
         """The version."""
-        return self._staged.version_id
+        return self.staged.version_id
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Times and counters of this refit."""
-        return self._staged.metrics
+        return self.staged.metrics
 
     @property
     def applied(self) -> bool:
         """Whether every parameter was written from it."""
-        return self._staged.applied
+        return self.staged.applied
 
     @property
     def released(self) -> bool:
         """Whether its staging memory has been given up."""
-        return self._staged.released
+        return self.staged.released
 
     def release(self) -> None:
         """Give the staging memory up; idempotent."""
-        if not self._staged.released:
-            self._portal.call(self._staged.release)
+        if not self.staged.released:
+            self._portal.call(self.staged.release)

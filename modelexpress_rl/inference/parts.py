@@ -102,4 +102,4 @@ def _control_plane(settings: GeneratorSettings) -> ControlPlane:
 async def _nixl_agent(name: str) -> Agent:
     from modelexpress_rl.transport.nixl import NixlAgent
 
-    return await NixlAgent.create(name)
+    return await NixlAgent.create(name, readable=False)

@@ -12,7 +12,7 @@ from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.background import Background
 from modelexpress_rl.clock import MONOTONIC, Clock
-from modelexpress_rl.errors import DeadlineExceeded, TryAgainError
+from modelexpress_rl.errors import DeadlineExceeded, StateError, TryAgainError
 from modelexpress_rl.inference.lease import HeldLease, LeaseCalls, forgotten_lease
 from modelexpress_rl.inference.readiness import wait_until_ready
 from modelexpress_rl.rpc import (
@@ -152,7 +152,11 @@ class GeneratorSession:
                     self._returned = anyio.Event()
 
         self._returning += 1
-        self._background.spawn(run, name="lease return")
+        try:
+            self._background.spawn(run, name="lease return")
+        except StateError as error:
+            self._returning -= 1
+            _log.warning("a lease is left to lapse: %s", error)
 
     def _on_registration(self, event: RegistrationEvent) -> None:
         if isinstance(event, Reachable):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import anyio
+import anyio.to_thread
 
 T = TypeVar("T")
 
@@ -35,6 +37,22 @@ async def run_under(work: Callable[[], Awaitable[T]], guard: Callable[[], Awaita
     if done:
         return done[0]
     raise given_up[0]
+
+
+async def run_to_end(write: Callable[[], None]) -> tuple[BaseException | None, BaseException | None]:
+    """Run `write` in a thread until it has ended, whatever happens: (what it raised, a cancellation).
+
+    To be called in a shielded scope. A native cancellation of the task is held back and returned: the
+    thread can't be stopped, and what it uses must not be freed under it.
+    """
+    cancelled: BaseException | None = None
+    running = asyncio.ensure_future(anyio.to_thread.run_sync(write))
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return running.exception(), cancelled
 
 
 def first_of(error: BaseException) -> BaseException:
