@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class AsyncStagedWeightVersionShard:
+class StagedWeightVersionShard:
     """A staged version of this rank; see `AsyncModelExpressTrainerClient.stage_shard`."""
 
     def __init__(self, runtime: TrainerRuntime, staged: StagedShard) -> None:
@@ -154,7 +154,7 @@ class AsyncModelExpressTrainerClient:
         """
         return self._runtime.source_slot_id
 
-    def bind_tensors(self, tensors: Any) -> str:
+    async def bind_tensors(self, tensors: Any) -> str:
         """Fix the tensors that are published from now on; returns their slot.
 
         Raises:
@@ -169,7 +169,7 @@ class AsyncModelExpressTrainerClient:
         version: WeightVersionRef | Any,
         tensors: Any = None,
         hf_tensor_iter: Iterable[Any] | None = None,
-    ) -> AsyncStagedWeightVersionShard:
+    ) -> StagedWeightVersionShard:
         """Capture a version: the bound tensors, or `tensors`; returns at `publish_ready`.
 
         `version` is a ref, a `WeightVersion`, or an id. The same version and tensors again give what
@@ -181,13 +181,13 @@ class AsyncModelExpressTrainerClient:
         """
         self._background.check()
         staged = await self._runtime.stage(_ref(version), tensors=tensors, hf_tensor_iter=hf_tensor_iter)
-        return AsyncStagedWeightVersionShard(self._runtime, staged)
+        return StagedWeightVersionShard(self._runtime, staged)
 
-    async def publish_version(self, version: WeightVersionRef | Any) -> AsyncStagedWeightVersionShard:
+    async def publish_version(self, version: WeightVersionRef | Any) -> StagedWeightVersionShard:
         """Stage and publish the bound tensors; raises as `stage_shard` and `publish` do."""
         self._background.check()
         staged = await self._runtime.publish_bound(_ref(version))
-        return AsyncStagedWeightVersionShard(self._runtime, staged)
+        return StagedWeightVersionShard(self._runtime, staged)
 
     async def release_version(self, version: WeightVersionRef | Any) -> Fence:
         """Want a version's buffers back; returns the fence that says when they are.
@@ -230,10 +230,10 @@ class AsyncModelExpressTrainerClient:
         await self.close()
 
 
-class StagedWeightVersionShard:
+class BlockingStagedShard:
     """The blocking view of a staged version."""
 
-    def __init__(self, portal: Portal, staged: AsyncStagedWeightVersionShard) -> None:
+    def __init__(self, portal: Portal, staged: StagedWeightVersionShard) -> None:
         self._portal = portal
         self._staged = staged
 
@@ -249,20 +249,20 @@ class StagedWeightVersionShard:
 
     @property
     def publish_ready(self) -> BlockingFence:
-        """As `AsyncStagedWeightVersionShard.publish_ready`, with a blocking `wait`."""
+        """As `StagedWeightVersionShard.publish_ready`, with a blocking `wait`."""
         return BlockingFence(self._staged.publish_ready)
 
     @property
     def source_reuse_ready(self) -> BlockingFence:
-        """As `AsyncStagedWeightVersionShard.source_reuse_ready`, with a blocking `wait`."""
+        """As `StagedWeightVersionShard.source_reuse_ready`, with a blocking `wait`."""
         return BlockingFence(self._staged.source_reuse_ready)
 
     def publish(self) -> None:
-        """As `AsyncStagedWeightVersionShard.publish`."""
+        """As `StagedWeightVersionShard.publish`."""
         self._portal.call(self._staged.publish)
 
     def release(self) -> BlockingFence:
-        """As `AsyncStagedWeightVersionShard.release`."""
+        """As `StagedWeightVersionShard.release`."""
         return BlockingFence(self._portal.call(_as_async, self._staged.release))
 
 
@@ -295,22 +295,22 @@ class ModelExpressTrainerClient:
 
     def bind_tensors(self, tensors: Any) -> str:
         """As `AsyncModelExpressTrainerClient.bind_tensors`."""
-        return self._portal.call(_as_async, lambda: self._client.bind_tensors(tensors))
+        return self._portal.call(self._client.bind_tensors, tensors)
 
     def stage_shard(
         self,
         version: WeightVersionRef | Any,
         tensors: Any = None,
         hf_tensor_iter: Iterable[Any] | None = None,
-    ) -> StagedWeightVersionShard:
+    ) -> BlockingStagedShard:
         """As `AsyncModelExpressTrainerClient.stage_shard`."""
         staged = self._portal.call(self._client.stage_shard, version, tensors, hf_tensor_iter)
-        return StagedWeightVersionShard(self._portal, staged)
+        return BlockingStagedShard(self._portal, staged)
 
-    def publish_version(self, version: WeightVersionRef | Any) -> StagedWeightVersionShard:
+    def publish_version(self, version: WeightVersionRef | Any) -> BlockingStagedShard:
         """As `AsyncModelExpressTrainerClient.publish_version`."""
         staged = self._portal.call(self._client.publish_version, version)
-        return StagedWeightVersionShard(self._portal, staged)
+        return BlockingStagedShard(self._portal, staged)
 
     def release_version(self, version: WeightVersionRef | Any) -> BlockingFence:
         """As `AsyncModelExpressTrainerClient.release_version`."""

@@ -1,4 +1,4 @@
-"""Capture: what a context resolves to, storages that move, copies into an arena."""
+"""Capture: what a context resolves to, storages that move, what the adapter gives."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ import torch
 from modelexpress_rl.errors import StateError, UsageError
 from modelexpress_rl.train.engines.megatron import MegatronTensorSpec, MegatronTrainerContext
 from modelexpress_rl.train.engines.megatron.adapter import (
-    ARENA_ALIGNMENT_BYTES,
     capture,
-    copy_to_arena,
-    plan_arena,
     resolve_specs,
-    specs_over_arena,
     verify_unmoved,
 )
 from modelexpress_rl.train.engines.megatron.megatron_import import import_megatron
-from tests.train.megatron.support import assemble, numbered, same_bytes, sharded
+from tests.train.megatron.support import numbered, sharded
 from tests.train.megatron.test_from_model import layer, model
 
 
@@ -97,46 +93,46 @@ class TestUnmoved:
             verify_unmoved(captured, given)
 
 
-class TestArena:
-    def test_aliases_over_a_copy_have_the_same_boxes_and_bytes(self) -> None:
-        live = specs()
-        plan = plan_arena(live)
-        assert plan.offsets == (0, 64, 128)
-        assert plan.size_bytes == 3 * ARENA_ALIGNMENT_BYTES
-        arena = torch.zeros(plan.size_bytes, dtype=torch.uint8)
-        staged = specs_over_arena(live, plan, arena)
-        assert copy_to_arena(live, staged) == 12 + 24 + 4
-        over_live, over_arena = capture(live, "agent"), capture(staged, "agent")
-        assert over_arena.source_slot_id == over_live.source_slot_id
-        for left, right in zip(over_live.tensors, over_arena.tensors, strict=True):
-            assert (left.name, left.full_shape) == (right.name, right.full_shape)
-            assert same_bytes(left.shards[0].view, right.shards[0].view)
-            assert left.shards[0].shard_offset == right.shards[0].shard_offset
-            assert right.shards[0].addr % ARENA_ALIGNMENT_BYTES == arena.data_ptr() % ARENA_ALIGNMENT_BYTES
-            assert arena.data_ptr() <= right.shards[0].addr < arena.data_ptr() + plan.size_bytes
+class TestAdapter:
+    def test_boxes_are_the_aliases_and_stay_the_same_tuple(self) -> None:
+        given = specs()
+        adapter = MegatronTrainerContext().create_adapter()
+        slot = adapter.bind_tensors(given)
+        assert slot == adapter.source_slot_id == capture(given, "").source_slot_id
+        boxes = adapter.boxes()
+        assert [(box.name, box.offset, box.shape, box.size_bytes) for box in boxes] == [
+            ("norm", (0,), (3,), 12),
+            ("o", (0, 3), (4, 3), 24),
+            ("scale", (), (), 4),
+        ]
+        assert [box.addr for box in boxes] == [spec.tensor.data_ptr() for spec in given]
+        assert adapter.boxes() is boxes
 
-    def test_a_later_step_does_not_reach_the_copy(self) -> None:
-        full = numbered(4, 2)
-        live = (MegatronTensorSpec("w", full.clone(), "column", ("w",), (4, 2)),)
-        plan = plan_arena(live)
-        staged = specs_over_arena(live, plan, torch.zeros(plan.size_bytes, dtype=torch.uint8))
-        copy_to_arena(live, staged)
-        live[0].tensor.fill_(0)
-        assert same_bytes(assemble([capture(staged, "agent").tensors])["w"], full)
+    def test_a_context_with_specs_needs_no_bind(self) -> None:
+        given = specs()
+        adapter = MegatronTrainerContext(specs=lambda: given).create_adapter()
+        assert adapter.source_slot_id == capture(given, "").source_slot_id
+        assert len(adapter.boxes()) == 3
 
-    def test_a_view_that_is_not_contiguous_can_be_copied(self) -> None:
-        live = (MegatronTensorSpec("w", numbered(2, 4).t(), "column", ("w",), (4, 2)),)
-        with pytest.raises(ValueError, match=r"^w: the view for w is not contiguous"):
-            capture(live, "agent")
-        plan = plan_arena(live)
-        staged = specs_over_arena(live, plan, torch.zeros(plan.size_bytes, dtype=torch.uint8))
-        copy_to_arena(live, staged)
-        assert same_bytes(assemble([capture(staged, "agent").tensors])["w"], numbered(2, 4).t())
+    def test_nothing_bound_is_refused(self) -> None:
+        with pytest.raises(StateError, match="no tensors are bound"):
+            MegatronTrainerContext().create_adapter().boxes()
 
-    def test_an_arena_that_is_too_small_is_refused(self) -> None:
-        live = specs()
-        with pytest.raises(UsageError, match="arena: expected at least 192 bytes, got 100"):
-            specs_over_arena(live, plan_arena(live), torch.zeros(100, dtype=torch.uint8))
+    def test_a_parameter_that_the_model_replaced_is_named(self) -> None:
+        one = model(layer(1))
+        adapter = MegatronTrainerContext(
+            model=one,
+            tensor_parallel_size=2,
+            tensor_parallel_rank=1,
+            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_rank=0,
+        ).create_adapter()
+        addresses = {box.addr for box in adapter.boxes()}
+        name, parameter = next((n, p) for n, p in one.named_parameters() if p.data_ptr() in addresses)
+        owner, _, attribute = name.rpartition(".")
+        setattr(one.get_submodule(owner), attribute, torch.nn.Parameter(parameter.detach().clone()))
+        with pytest.raises(StateError, match="is registered and no longer a parameter of the model"):
+            adapter.boxes()
 
 
 def test_importing_the_engine_loads_neither_torch_nor_megatron() -> None:

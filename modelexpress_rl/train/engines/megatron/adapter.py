@@ -1,13 +1,16 @@
-"""What a Megatron rank publishes: its specs, the aliases over live memory or over a host copy, its slot."""
+"""What a Megatron rank publishes: its specs, the aliases over its memory, its slot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from modelexpress_rl.errors import StateError, UsageError
-from modelexpress_rl.train.engines.megatron.aliases import HfTensor, build_hf_aliases
+from modelexpress_rl.train.adapter import BoxAdapter, SourceBox
+from modelexpress_rl.train.config import TrainerEngineContext
+from modelexpress_rl.train.engines.megatron.aliases import HfShard, HfTensor, build_hf_aliases
 from modelexpress_rl.train.engines.megatron.from_model import build_megatron_tensor_specs_from_model
 from modelexpress_rl.train.engines.megatron.hf_naming import HfNaming
 from modelexpress_rl.train.engines.megatron.slots import megatron_source_slot_id
@@ -16,11 +19,9 @@ from modelexpress_rl.train.engines.megatron.specs import MegatronTensorSpec
 if TYPE_CHECKING:
     import torch
 
-ARENA_ALIGNMENT_BYTES = 64
-
 
 @dataclass(frozen=True, slots=True)
-class MegatronTrainerContext:
+class MegatronTrainerContext(TrainerEngineContext):
     """Where a Megatron trainer's tensors come from, when they aren't given to `bind_tensors`.
 
     Either `specs` (or a function that makes them, called when first needed: process groups may not
@@ -36,6 +37,80 @@ class MegatronTrainerContext:
     expert_tensor_parallel_size: int | None = None
     expert_tensor_parallel_rank: int | None = None
     hf_naming: str | HfNaming = "llama"
+
+    def create_adapter(self) -> MegatronAdapter:
+        """See `TrainerEngineContext`."""
+        return MegatronAdapter(self)
+
+
+class MegatronAdapter(BoxAdapter):
+    """The adapter of `MegatronTrainerContext`: whole partitions, in place or through a host arena."""
+
+    def __init__(self, context: MegatronTrainerContext) -> None:
+        self._context = context
+        self._captured: MegatronCapture | None = None
+        self._models: tuple[Any, ...] = ()
+        self._boxes: tuple[SourceBox, ...] = ()
+
+    @property
+    def source_slot_id(self) -> str:
+        """The slot of this rank's partition; data-parallel replicas share it."""
+        return self._bound().source_slot_id
+
+    def bind_tensors(self, tensors: Any) -> str:
+        """Fix specs, or a model (or its virtual pipeline stages), from which specs are made."""
+        captured = capture(resolve_specs(self._context, tensors), agent_name="")
+        self._boxes = tuple(
+            _source_box(tensor, shard) for tensor in captured.tensors for shard in tensor.shards
+        )
+        self._models = _models_in(self._context, tensors)
+        self._captured = captured
+        return captured.source_slot_id
+
+    def boxes(self) -> tuple[SourceBox, ...]:
+        """See `BoxAdapter`."""
+        captured = self._bound()
+        verify_unmoved(captured)
+        if self._models:
+            held = {id(parameter) for model in self._models for parameter in model.parameters()}
+            for spec in captured.specs:
+                if id(spec.tensor) not in held:
+                    raise StateError(f"{spec.name}: is registered and no longer a parameter of the model")
+        return self._boxes
+
+    def _bound(self) -> MegatronCapture:
+        if self._captured is None:
+            if self._context.specs is None and self._context.model is None:
+                raise StateError(
+                    "no tensors are bound: call bind_tensors, or give MegatronTrainerContext a model or specs"
+                )
+            self.bind_tensors(None)
+        assert self._captured is not None
+        return self._captured
+
+
+def _source_box(tensor: HfTensor, shard: HfShard) -> SourceBox:
+    return SourceBox(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        full_shape=tensor.full_shape,
+        offset=shard.shard_offset,
+        shape=shard.shape,
+        addr=shard.addr,
+        size_bytes=prod(shard.shape) * tensor.elsize,
+        device_kind=shard.view.device.type,
+        device_index=shard.view.device.index or 0,
+        owner=shard.view,
+    )
+
+
+def _models_in(context: MegatronTrainerContext, tensors: Any) -> tuple[Any, ...]:
+    """The models whose parameters were bound; empty where specs were."""
+    source = tensors if tensors is not None else context.model if context.specs is None else None
+    if source is None:
+        return ()
+    items = (source,) if hasattr(source, "named_parameters") else tuple(source)
+    return items if all(hasattr(item, "named_parameters") for item in items) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,54 +215,3 @@ def verify_unmoved(captured: MegatronCapture, specs: Iterable[MegatronTensorSpec
     for name in now:
         if name not in captured.fingerprints:
             raise StateError(f"{name}: is among the model's tensors and was not registered")
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaPlan:
-    """Byte offsets of a copy of each spec's tensor in one arena, in the order of the specs."""
-
-    offsets: tuple[int, ...]
-    size_bytes: int
-
-
-def plan_arena(specs: Sequence[MegatronTensorSpec]) -> ArenaPlan:
-    """Lay the tensors one after another, each on a boundary of `ARENA_ALIGNMENT_BYTES`."""
-    offsets: list[int] = []
-    end = 0
-    for spec in specs:
-        offsets.append(end)
-        size_bytes = spec.tensor.numel() * spec.tensor.element_size()
-        end += -(-size_bytes // ARENA_ALIGNMENT_BYTES) * ARENA_ALIGNMENT_BYTES
-    return ArenaPlan(tuple(offsets), end)
-
-
-def specs_over_arena(
-    specs: Sequence[MegatronTensorSpec], plan: ArenaPlan, arena: torch.Tensor
-) -> tuple[MegatronTensorSpec, ...]:
-    """The same specs over contiguous views of `arena`, a 1-D uint8 tensor; nothing is copied yet.
-
-    Raises:
-        UsageError: the arena is smaller than the plan.
-    """
-    if arena.numel() * arena.element_size() < plan.size_bytes:
-        raise UsageError(
-            f"arena: expected at least {plan.size_bytes} bytes, got {arena.numel() * arena.element_size()}"
-        )
-    staged = []
-    for spec, offset in zip(specs, plan.offsets, strict=True):
-        size_bytes = spec.tensor.numel() * spec.tensor.element_size()
-        view = arena[offset : offset + size_bytes].view(spec.tensor.dtype).view(spec.tensor.shape)
-        staged.append(replace(spec, tensor=view))
-    return tuple(staged)
-
-
-def copy_to_arena(live: Sequence[MegatronTensorSpec], staged: Sequence[MegatronTensorSpec]) -> int:
-    """Copy every live tensor to its place in the arena and return the bytes copied.
-
-    Returns once the bytes have arrived, also from a GPU.
-    """
-    copied_bytes = 0
-    for source, target in zip(live, staged, strict=True):
-        target.tensor.copy_(source.tensor.detach())
-        copied_bytes += target.tensor.numel() * target.tensor.element_size()
-    return copied_bytes
