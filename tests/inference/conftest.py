@@ -9,12 +9,13 @@ import pytest
 from modelexpress_rl.rpc import ControlPlane, parse_address
 from modelexpress_rl.server.app import Running, serving
 from modelexpress_rl.server.stores.memory import MemoryStore
-from tests.inference.memory_agent import Network
+from modelexpress_rl.transport.inprocess import Hub
+from tests.inference.world import World, opened
 
 
 @pytest.fixture
-def network() -> Network:
-    return Network()
+def hub() -> Hub:
+    return Hub()
 
 
 @pytest.fixture
@@ -29,3 +30,9 @@ async def plane() -> AsyncIterator[Running]:
 async def control(plane: Running) -> AsyncIterator[ControlPlane]:
     async with ControlPlane(parse_address(plane.address), rpc_timeout_s=5.0) as control:
         yield control
+
+
+@pytest.fixture
+async def world(plane: Running, control: ControlPlane, hub: Hub) -> AsyncIterator[World]:
+    async with opened(plane, control, hub) as world:
+        yield world

@@ -58,6 +58,8 @@ class Publisher:
         self.served: dict[tuple[str, str], Published] = {}
         self.calls: list[str] = []
         self._ttl_s = ttl_s
+        self._registered: set[tuple[Region, ...]] = set()
+        self._lent: list[Sequence[Held]] = []
         self._server = EndpointServer([_Manifests(self), _Digests(self)], host="127.0.0.1")
 
     async def __aenter__(self) -> Self:
@@ -84,7 +86,7 @@ class Publisher:
     async def serve(
         self, version: str, slot: str, held: Sequence[Held], *, digests: bool = True
     ) -> Published:
-        """Register the memory and serve its manifest; the caller keeps `held` alive and unchanged."""
+        """Register the memory, kept alive for good, and serve its manifest."""
         rows = [
             Shard(
                 h.name,
@@ -96,7 +98,11 @@ class Publisher:
             )
             for h in held
         ]
-        await self.agent.register([Region(h.data.ctypes.data, h.data.nbytes) for h in held])
+        self._lent.append(held)
+        regions = tuple(Region(h.data.ctypes.data, h.data.nbytes) for h in held)
+        if regions not in self._registered:
+            await self.agent.register(regions)
+            self._registered.add(regions)
         table = ShardTable.build(rows)
         data = manifests.encode(manifests.Manifest(self.agent.name, "", await self.agent.metadata(), table))
         encoded = None
