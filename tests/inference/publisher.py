@@ -59,7 +59,7 @@ class Publisher:
         self.calls: list[str] = []
         self._ttl_s = ttl_s
         self._registered: set[tuple[Region, ...]] = set()
-        self._lent: list[Sequence[Held]] = []
+        self.lent: list[Sequence[Held]] = []
         self._server = EndpointServer([_Manifests(self), _Digests(self)], host="127.0.0.1")
 
     async def __aenter__(self) -> Self:
@@ -70,6 +70,10 @@ class Publisher:
     async def __aexit__(self, *_: object) -> None:
         await self._server.aclose()
         await self.agent.aclose()
+
+    async def stop_serving(self) -> None:
+        """The endpoint goes away; the registration stays."""
+        await self._server.aclose()
 
     @property
     def endpoint(self) -> str:
@@ -98,7 +102,7 @@ class Publisher:
             )
             for h in held
         ]
-        self._lent.append(held)
+        self.lent.append(held)
         regions = tuple(Region(h.data.ctypes.data, h.data.nbytes) for h in held)
         if regions not in self._registered:
             await self.agent.register(regions)
