@@ -184,8 +184,8 @@ class TorchCoreAttention(torch.nn.Module):
 
 
 def build_optimizer(model: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
-    """Adam over the rank's parameters; every element with a gradient changes in every step."""
-    return torch.optim.Adam(model.parameters(), lr=lr)
+    """AdamW over the rank's parameters; by its weight decay every element changes in every step."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
 
 
 def tokens_of_step(vocab: int, seq: int, step: int) -> torch.Tensor:

@@ -43,6 +43,7 @@ class Orchestrator:
         self._children: list[Child] = []
         self._slots: list[str] = []
         self._losses: dict[int, float] = {}
+        self._ending = False
 
     async def run(self) -> bool:
         """Run every step; returns whether each one was proven."""
@@ -68,8 +69,10 @@ class Orchestrator:
             self._slots = sorted({peer.hello["slot"] for peer in peers.trainers})
             async with _control(server) as control:
                 await self._run_steps(control, peers, folder, group)
+            self._ending = True
             await peers.stop()
         finally:
+            self._ending = True
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as ending:
                     for child in reversed(self._children):
@@ -103,6 +106,8 @@ class Orchestrator:
         """A control plane may be killed at any time: it is started again on the same store."""
         while True:
             code = await child.wait()
+            if self._ending:
+                return
             self._board.say(f"[yellow]the control plane ended ({code}); starting it again[/yellow]")
             await child.start()
 
@@ -126,7 +131,8 @@ class Orchestrator:
 
     async def _must_live(self, child: Child) -> None:
         code = await child.wait()
-        raise ProcessDied(f"{child.name} ended with exit code {code}:\n{child.tail()}")
+        if not self._ending:
+            raise ProcessDied(f"{child.name} ended with exit code {code}:\n{child.tail()}")
 
     async def _run_steps(
         self, control: AsyncModelExpressControlClient, peers: Peers, folder: Path, group: TaskGroup

@@ -50,14 +50,14 @@ class StepReport:
     def verdict(self) -> Text:
         """The proof in a few words."""
         if self.error:
-            return Text(self.error[:60], style="red")
+            return Text("failed", style="red")
         if not self.proofs:
             return Text(self.doing, style="dim")
         wrong = sum(len(proof["wrong"]) for proof in self.proofs)
         same = sum(len(proof["unchanged"]) for proof in self.proofs)
         if wrong or same:
             return Text(f"{wrong} wrong, {same} unchanged", style="red")
-        return Text(f"{sum(p['parameters'] for p in self.proofs)} parameters equal", style="green")
+        return Text(f"{sum(p['parameters'] for p in self.proofs)} equal", style="green")
 
 
 class Board:
@@ -90,24 +90,17 @@ class Board:
     def table(self) -> Table:
         """The steps so far."""
         table = Table(title="One version per step", title_justify="left")
-        columns = (
-            "step",
-            "loss",
-            "version, and when it was in which state",
-            "read",
-            "wire",
-            "refit",
-            "stall",
-        )
-        for name in columns:
-            right = name not in (columns[2],)
-            table.add_column(name, justify="right" if right else "left", no_wrap=right)
-        table.add_column("proof")
+        table.add_column("step", justify="right")
+        table.add_column("loss", justify="right")
+        table.add_column("state, since", no_wrap=True)
+        for name in ("read", "wire", "refit", "stall"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("parameters", no_wrap=True)
         for step in self.steps:
             table.add_row(
                 str(step.step),
                 "" if step.loss is None else f"{step.loss:.4f}",
-                f"{step.version}: " + "  ".join(f"{state} {at:.2f}s" for state, at in step.history),
+                "\n".join(f"{state:<9} {at:5.2f} s" for state, at in step.history),
                 _size(step.wire_bytes),
                 _milliseconds(step.wire_s),
                 _milliseconds(step.refit_s),
