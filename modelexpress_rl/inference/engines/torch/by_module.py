@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from modelexpress_rl.errors import ModelExpressError, StateError
 from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
 from modelexpress_rl.inference.engines.torch.dtypes import as_tensor, torch_dtype
-from modelexpress_rl.inference.engines.torch.mapping import named_tensors
+from modelexpress_rl.inference.engines.torch.mapping import named_tensors, writing
 from modelexpress_rl.reshard.needs import Need
 
 
@@ -56,7 +57,7 @@ class ModuleLoader:
     def install(self, staged: Sequence[StagedTensor]) -> None:
         """See `WeightLoader.install`."""
         load: Callable[[Iterable[tuple[str, torch.Tensor]]], object] = self._module.load_weights  # type: ignore[assignment]
-        with torch.no_grad():
+        with writing(self._module.parameters()):
             loaded = load(_named(staged))
         if isinstance(loaded, (set, frozenset, list, tuple)):
             self._require_all(loaded)
@@ -73,12 +74,15 @@ class ModuleLoader:
             )
 
     def _require_no_alias(self, staged: Sequence[StagedTensor]) -> None:
-        ranges = [
-            (int(each.data.ctypes.data), int(each.data.ctypes.data) + each.data.size) for each in staged
-        ]
-        low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
+        begins = np.array([each.data.ctypes.data for each in staged], np.uint64)
+        order = np.argsort(begins)
+        begins, sizes = begins[order], np.array([each.data.size for each in staged], np.uint64)[order]
         for name, tensor in named_tensors(self._module).items():
-            if tensor.device.type == "cpu" and low <= tensor.data_ptr() < high:
+            if tensor.device.type != "cpu" or not tensor.numel():
+                continue
+            addr = tensor.data_ptr()
+            at = int(np.searchsorted(begins, np.uint64(addr), side="right")) - 1
+            if at >= 0 and addr < int(begins[at]) + int(sizes[at]):
                 raise ModelExpressError(f"load_weights made parameter {name!r} an alias of the staged bytes")
 
 

@@ -16,6 +16,7 @@ from modelexpress_rl.inference.engines.torch.mapping import (
     named_tensors,
     require_whole,
     resolved,
+    writing,
 )
 from modelexpress_rl.reshard.needs import Need
 
@@ -164,7 +165,7 @@ class SliceLoader:
         copies, self._checked = self._checked, []
         if len(copies) != len(self._copies):
             raise StateError("install: it was not checked just before")
-        with torch.no_grad():
+        with writing(target for target, _ in copies):
             for target, source in copies:
                 target.copy_(source)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,13 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         (name, buffer) for name, buffer in module.named_buffers(remove_duplicate=False) if name in persistent
     )
     return found
+
+
+def writing(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """The mode in which these tensors may be written: tensors of inference mode only within it."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return torch.inference_mode()
+    return torch.no_grad()
 
 
 def resolved(slices: Sequence[TensorSlice], tensors: Mapping[str, torch.Tensor]) -> tuple[Place, ...]:
