@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 
 import pytest
 
 NO_SKIP = os.environ.get("MX_TEST_NO_SKIP", "") not in ("", "0")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """Asynchronous tests run on asyncio, as the package does."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+async def one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
+    """Keeps one event loop for all asynchronous tests of a run."""
+    yield  # noqa: PT022 (the loop is closed where this ends)
+
+
+@pytest.fixture(autouse=True)
+def _one_event_loop(request: pytest.FixtureRequest) -> None:
+    """grpc.aio has one poller for a process, and fails in the next loop with what a closed one left."""
+    if request.node.get_closest_marker("anyio"):
+        request.getfixturevalue("one_event_loop")
 
 
 @pytest.hookimpl(wrapper=True)

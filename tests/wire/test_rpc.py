@@ -468,12 +468,12 @@ async def test_retry_ends_within_its_total_and_gives_each_attempt_what_is_left()
 
 
 def test_one_process_may_use_many_event_loops() -> None:
-    async def use() -> str:
-        async with FakeControlPlane() as fake, plane_at(fake.url) as plane:
-            await fake.store.put(version("v"))
-            return (await plane.get_weight_version(get("v"))).version.uid
+    async def use() -> bytes:
+        request = refit.GetWeightVersionShardManifestRequest(version_id="v", source_slot_id="s")
+        async with _served(ManifestService(b"m")) as address, rpc.WorkerEndpoint(address) as endpoint:
+            return (await endpoint.get_weight_version_shard_manifest(request)).manifest
 
-    assert [asyncio.run(use()) for _ in range(2)] == ["v", "v"]
+    assert [asyncio.run(use()) for _ in range(2)] == [b"m", b"m"]
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
