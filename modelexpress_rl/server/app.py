@@ -56,6 +56,7 @@ class Running:
     port: int
     registry: Registry
     expiry: Expiry
+    hub: WatchHub
 
     @property
     def address(self) -> str:
@@ -91,7 +92,7 @@ async def serving(
         bound = _bind(server, host, port)
         await server.start()
         try:
-            yield Running(host, bound, registry, expiry)
+            yield Running(host, bound, registry, expiry, hub)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(STOP_GRACE_S + 2):
                 await health.enter_graceful_shutdown()

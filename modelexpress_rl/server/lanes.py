@@ -20,9 +20,12 @@ from modelexpress_rl.server.stores.port import Committed, Store, StoreUnavailabl
 from statemachines.ids import VersionId
 from statemachines.version import Moment, VersionState
 
-# A version may be committed a few times at once, then at this pace: a burst gathers meanwhile.
+# A version may be committed a few times at once. Then a burst gathers: between two commits passes a
+# tenth of the time that the burst has lasted, within these bounds. So its length costs commits only by
+# the logarithm, and nobody waits for much longer than it takes anyway.
 BURST = 12
 PACE_S = 0.015
+SLOWEST_PACE_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +42,17 @@ class _Lane:
     arrived: anyio.Event = field(default_factory=anyio.Event)
     tokens: float = BURST
     counted_at_s: float = 0.0
+    burst_from_s: float = 0.0
+
+    @property
+    def pace_s(self) -> float:
+        return max(PACE_S, min((self.counted_at_s - self.burst_from_s) / 10, SLOWEST_PACE_S))
 
     def refill(self, now_s: float) -> None:
-        self.tokens = min(BURST, self.tokens + (now_s - self.counted_at_s) / PACE_S)
+        self.tokens = min(BURST, self.tokens + (now_s - self.counted_at_s) / self.pace_s)
         self.counted_at_s = now_s
+        if self.tokens >= BURST:
+            self.burst_from_s = now_s
 
 
 @dataclass(slots=True)
@@ -75,6 +85,11 @@ class Lanes:
         self._lanes: dict[VersionId, _Lane] = {}
         self.counts = LaneCounts()
 
+    @property
+    def busy(self) -> int:
+        """How many versions have a lane now."""
+        return len(self._lanes)
+
     async def submit(self, uid: VersionId, command: Command) -> Outcome:
         """Have `command` decided and committed.
 
@@ -98,7 +113,8 @@ class Lanes:
     def _enter(self, uid: VersionId, waiting: _Waiting) -> None:
         lane = self._lanes.get(uid)
         if lane is None:
-            lane = self._lanes[uid] = _Lane(counted_at_s=anyio.current_time())
+            now_s = anyio.current_time()
+            lane = self._lanes[uid] = _Lane(counted_at_s=now_s, burst_from_s=now_s)
             self._tasks.start_soon(self._drain, uid, lane)
         lane.waiting.append(waiting)
         lane.arrived.set()
@@ -108,14 +124,14 @@ class Lanes:
         while True:
             if not lane.waiting:
                 lane.arrived = anyio.Event()
-                with anyio.move_on_after(BURST * PACE_S):
+                with anyio.move_on_after(BURST * lane.pace_s):
                     await lane.arrived.wait()
                 if not lane.waiting:
                     del self._lanes[uid]
                     return
             lane.refill(anyio.current_time())
             if lane.tokens < 1:
-                await anyio.sleep((1 - lane.tokens) * PACE_S)
+                await anyio.sleep((1 - lane.tokens) * lane.pace_s)
                 lane.refill(anyio.current_time())
             group = [one for one in lane.waiting if not one.abandoned]
             lane.waiting.clear()

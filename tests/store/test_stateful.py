@@ -371,6 +371,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_registry_does_what_the_model_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "SLOWEST_PACE_S", 1e-9)
     monkeypatch.setattr(lanes, "PACE_S", 1e-9)  # one version is all that there is: don't gather
 
     class Machine(RegistryMachine):
