@@ -18,6 +18,7 @@ from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
 from modelexpress_rl.inference.engines.torch import TorchGeneratorContext
 from modelexpress_rl.reshard import manifest as manifests
+from modelexpress_rl.rpc import parse_address
 from modelexpress_rl.rpc.clients import ControlPlane, WorkerEndpoint
 from modelexpress_rl.transport.nixl import NixlAgent
 from modelexpress_rl.transport.port import ReadList, Region
@@ -78,7 +79,7 @@ async def _raw(server: str, version: str, model_bytes: int) -> float:
             refit.ListWeightVersionShardsRequest(version_id=version)
         )
     (shard,) = listed.shards
-    async with WorkerEndpoint.dial(shard.manifest_endpoint) as worker:
+    async with WorkerEndpoint(parse_address(shard.manifest_endpoint)) as worker:
         answer = await worker.get_weight_version_shard_manifest(
             refit.GetWeightVersionShardManifestRequest(
                 version_id=version, source_slot_id=shard.source_slot_id

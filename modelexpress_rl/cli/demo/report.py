@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -89,18 +90,24 @@ class Board:
 
     def table(self) -> Table:
         """The steps so far."""
-        table = Table(title="One version per step", title_justify="left")
-        table.add_column("step", justify="right")
-        table.add_column("loss", justify="right")
-        table.add_column("state, since", no_wrap=True)
+        table = Table(
+            title="One version per step",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1),
+            pad_edge=False,
+        )
+        for name in ("step", "loss"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("state       at, s", no_wrap=True)
         for name in ("read", "wire", "refit", "stall"):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("parameters", no_wrap=True)
+        table.add_column("proof", no_wrap=True)
         for step in self.steps:
             table.add_row(
                 str(step.step),
                 "" if step.loss is None else f"{step.loss:.4f}",
-                "\n".join(f"{state:<9} {at:5.2f} s" for state, at in step.history),
+                "\n".join(f"{state:<9} {at:7.2f}" for state, at in step.history),
                 _size(step.wire_bytes),
                 _milliseconds(step.wire_s),
                 _milliseconds(step.refit_s),
