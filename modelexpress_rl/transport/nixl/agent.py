@@ -20,8 +20,9 @@ import anyio
 from modelexpress_rl import envs
 from modelexpress_rl.errors import DeadlineExceeded, StateError, TransferError, UsageError
 from modelexpress_rl.transport.nixl import listener
-from modelexpress_rl.transport.nixl.core import Core, Plan
+from modelexpress_rl.transport.nixl.core import Core
 from modelexpress_rl.transport.nixl.driver import Driver
+from modelexpress_rl.transport.nixl.records import Plan
 from modelexpress_rl.transport.port import PreparedRead, ReadList, Region, Registration
 from modelexpress_rl.transport.reads import PostedRead, result_of
 

@@ -20,16 +20,15 @@ import ctypes
 import logging
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from modelexpress_rl.errors import PeerError, StateError, TransferError
 from modelexpress_rl.transport.nixl import binding as nixl
 from modelexpress_rl.transport.nixl import listener
+from modelexpress_rl.transport.nixl.records import Peer, Plan, Running
 from modelexpress_rl.transport.port import ReadList, Region, Registration
 from modelexpress_rl.transport.reads import PostedRead
 from modelexpress_rl.transport.regions import RegionTable
@@ -43,43 +42,6 @@ SPIN_S = 100e-6
 AGE_FRACTION = 8
 MAX_DELAY_S = 1e-3
 MAX_DELAY_ABANDONED_S = 20e-3
-
-
-@dataclass(slots=True)
-class Peer:
-    """A peer under one loaded metadata; `valid` until other metadata, forgetting, or a disconnect."""
-
-    name: str
-    metadata: bytes
-    valid: bool = True
-
-
-@dataclass(slots=True)
-class Plan:
-    """A prepared read: NIXL's lists, and the transfer handles that no read uses at the moment."""
-
-    peer: Peer
-    reads: ReadList
-    local: int = 0
-    remote: int = 0
-    indices: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    idle: list[int] = field(default_factory=list)
-    running: int = 0
-    dropped: bool = False
-
-    @property
-    def empty(self) -> bool:
-        return not len(self.indices)
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A read under way."""
-
-    plan: Plan
-    handle: int
-    read: PostedRead
-    started: float
 
 
 class Core:
@@ -201,6 +163,9 @@ class Core:
         """Post a read; its end, however it comes, is told to `read`."""
         if plan.empty:
             read.finish()
+            return
+        if read.abandoned:
+            read.finish("its deadline passed before it was started")
             return
         if not plan.peer.valid:
             read.finish(f"peer {plan.peer.name!r} changed after the read was prepared; prepare it again")
