@@ -54,15 +54,26 @@ class Drain:
         """Drain; a version that isn't released within `grace_s` has its shard retracted."""
         sight = await poll(self._control, self._version_id, created_ms=self._created_ms)
         if sight is None or sight.stage is Stage.OFFERED:
-            sight = None
-            with anyio.move_on_after(grace_s):
-                sight = await self._released()
+            sight = await self._released_within(grace_s)
         if sight is None:
             return await self._retracted()
         return self._lost() if sight.stage is Stage.GONE else await self._withdrawn()
 
     def _watch(self) -> AsyncGenerator[Sight, None]:
         return watch(self._control, self._version_id, self._clock, created_ms=self._created_ms)
+
+    async def _released_within(self, grace_s: float) -> Sight | None:
+        seen: Sight | None = None
+
+        async def grace_ends() -> None:
+            await self._clock.sleep(grace_s)
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(grace_ends)
+            seen = await self._released()
+            group.cancel_scope.cancel()
+        return seen
 
     async def _released(self) -> Sight:
         async with contextlib.aclosing(self._watch()) as sights:
