@@ -8,8 +8,9 @@ one-sidedly: it may be written again only in REUSABLE.
 
 ORPHANED means that the control plane can't be asked, or no longer knows who reads. It holds the one
 bound on which a publisher may rely then, `readers_gone_by_ms`: by then no reader can have confirmed
-this source for a lease TTL. A later separation moves the bound, never back. Readers that the control
-plane has forgotten are waited for even where it answers again and says that nobody reads.
+this source for a lease TTL. A later separation moves the bound, never back, and not once the version is
+lost. Readers that the control plane has forgotten are waited for even where it answers again and says
+that nobody reads.
 
 Times are milliseconds by the process's monotonic clock.
 """
@@ -141,6 +142,8 @@ def _orphan(
     record: PublicationRecord, event: VersionLost | RegistrationLost | ServerUnreachable, now_ms: int
 ) -> Outcome:
     before, until_ms = record.phase, _forgotten_until_ms(record.phase)
+    if isinstance(before, Orphaned) and before.forgotten:
+        return record, ()  # nobody can have come since: later separations are not waited for
     earlier_ms = before.bound_ms if isinstance(before, Orphaned) else until_ms
     after = Orphaned(
         bound_ms=event.bound_ms if earlier_ms is None else max(event.bound_ms, earlier_ms),
