@@ -34,5 +34,5 @@ async def control(plane: Running) -> AsyncIterator[ControlPlane]:
 
 @pytest.fixture
 async def world(plane: Running, control: ControlPlane, hub: Hub) -> AsyncIterator[World]:
-    async with opened(plane, control, hub) as world:
+    async with opened(plane.address, control, hub) as world:
         yield world

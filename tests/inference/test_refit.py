@@ -282,7 +282,7 @@ async def test_the_blocking_client_does_the_same(world: World) -> None:
     tensors = weights(1)
     await trainer.publish("v1", "s0", whole(tensors))
     config = ModelExpressGeneratorConfig(
-        engine_context=TorchGeneratorContext(model), model_name="m", server_url=world.plane.address
+        engine_context=TorchGeneratorContext(model), model_name="m", server_url=world.address
     )
 
     def refit() -> None:

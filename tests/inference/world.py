@@ -16,7 +16,6 @@ from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
 from modelexpress_rl.inference.engines.torch import TorchGeneratorContext
 from modelexpress_rl.rpc import ControlPlane
-from modelexpress_rl.server.app import Running
 from modelexpress_rl.transport.inprocess import Hub
 from tests.inference.publisher import Held, Publisher
 
@@ -58,8 +57,8 @@ def halves(tensors: dict[str, np.ndarray[Any, Any]], part: int) -> list[Held]:
 class World:
     """One control plane, one network, any number of trainers and generators."""
 
-    def __init__(self, plane: Running, control: ControlPlane, hub: Hub) -> None:
-        self.plane = plane
+    def __init__(self, address: str, control: ControlPlane, hub: Hub) -> None:
+        self.address = address
         self.control = control
         self.hub = hub
         self._stack = contextlib.AsyncExitStack()
@@ -77,7 +76,7 @@ class World:
                 engine_context=context or TorchGeneratorContext(model),
                 model_name="m",
                 worker_id=worker_id,
-                server_url=self.plane.address,
+                server_url=self.address,
                 **config,
             ),
             agent=self.hub.agent(f"agent-{worker_id}"),
@@ -118,8 +117,8 @@ async def true_soon(holds: Callable[[], bool], *, within_s: float = 5.0) -> None
 
 
 @contextlib.asynccontextmanager
-async def opened(plane: Running, control: ControlPlane, hub: Hub) -> AsyncIterator[World]:
-    world = World(plane, control, hub)
+async def opened(address: str, control: ControlPlane, hub: Hub) -> AsyncIterator[World]:
+    world = World(address, control, hub)
     try:
         yield world
     finally:
