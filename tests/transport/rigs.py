@@ -52,7 +52,8 @@ def runs(source: Bytes, target: Bytes, *, run_bytes: int, order_seed: int | None
 
 
 def one_run(remote_addr: int, local_addr: int, size_bytes: int) -> ReadList:
-    return ReadList(*(np.array([each], np.uint64) for each in (remote_addr, local_addr, size_bytes)))
+    columns = np.array([[remote_addr], [local_addr], [size_bytes]], np.uint64)
+    return ReadList(columns[0], columns[1], columns[2])
 
 
 class Rig(Protocol):
