@@ -82,14 +82,14 @@ async def serving(
     Raises:
         UsageError: the port can't be bound.
     """
+    server = grpc.aio.server(options=OPTIONS)
+    bound = _bind(server, host, port)  # outside the task groups, which would wrap the error
     async with Registry.running(store, settings) as registry, anyio.create_task_group() as tasks:
         hub = WatchHub(registry)
         expiry = Expiry(registry, clock or SystemClock())
         await tasks.start(hub.run)
         tasks.start_soon(expiry.run)
-        server = grpc.aio.server(options=OPTIONS)
         health = await _add_services(server, registry, hub)
-        bound = _bind(server, host, port)
         await server.start()
         try:
             yield Running(host, bound, registry, expiry, hub)

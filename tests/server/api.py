@@ -31,6 +31,7 @@ FULL, DELTA, CHECKPOINT = (
     refit.WEIGHT_PAYLOAD_FORMAT_XOR_DELTA,
     refit.WEIGHT_PAYLOAD_FORMAT_FULL_HF_CHECKPOINT,
 )
+LARGE_MESSAGES = [("grpc.max_receive_message_length", 64 * 1024 * 1024)]
 S3 = refit.ObjectStorageSource(uri="s3://bucket/v/index.json", storage_type=refit.OBJECT_STORAGE_TYPE_S3)
 
 
@@ -159,7 +160,7 @@ async def server_on(
 ) -> AsyncIterator[Server]:
     async with (
         serving(store, settings=settings, clock=clock) as running,
-        grpc.aio.insecure_channel(running.address) as channel,
+        grpc.aio.insecure_channel(running.address, options=LARGE_MESSAGES) as channel,
     ):
         yield Server(running, clock, Api(channel), channel)
 
