@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import anyio
@@ -278,11 +279,15 @@ class ModelExpressTrainerClient:
         self._client = client
 
     @classmethod
-    def initialize(cls, config: ModelExpressTrainerConfig | None = None) -> Self:
+    def initialize(
+        cls, config: ModelExpressTrainerConfig | None = None, *, create_agent: AgentFactory = nixl_agent
+    ) -> Self:
         """As `AsyncModelExpressTrainerClient.initialize`; also a context manager."""
         portal = Portal("trainer client")
         try:
-            client = portal.call(AsyncModelExpressTrainerClient.initialize, config)
+            client = portal.call(
+                partial(AsyncModelExpressTrainerClient.initialize, config, create_agent=create_agent)
+            )
         except BaseException:
             portal.close()
             raise

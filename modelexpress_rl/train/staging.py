@@ -141,7 +141,10 @@ class Stager:
         )
 
     async def aclose(self) -> None:
-        """Deregister everything; idempotent."""
+        """Deregister everything and drop the tensors; idempotent."""
+        self._source = None
+        self._in_arena.clear()
+        self._manifests.clear()
         await self.arenas.aclose()
         lent, self._lent = self._lent, []
         for one in lent:
