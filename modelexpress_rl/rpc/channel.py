@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from ssl import SSLContext
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import anyio
 import grpc
@@ -27,6 +27,9 @@ from modelexpress_rl.errors import StateError
 from modelexpress_rl.rpc import errors
 from modelexpress_rl.rpc.address import Address
 from modelexpress_rl.rpc.auth import Credentials, NoCredentials
+
+if TYPE_CHECKING:
+    from modelexpress_rl.rpc.methods import ServerStream, Unary
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -186,7 +189,7 @@ class Client:
 
     def _judge(self, channel: grpclib.client.Channel, error: Exception, *, silent: bool) -> None:
         """Drops the channel where it broke, or said nothing to any call until this one's deadline."""
-        if isinstance(error, GRPCError):
+        if isinstance(error, GRPCError) or _ended_alone(error):
             self._heard += 1
         elif silent or not isinstance(error, (TimeoutError, _TooLarge)):
             self._drop(channel)
@@ -231,84 +234,6 @@ class Client:
         return errors.rpc_error(code, details, method=method, address=address, outcome_unknown=sent)
 
 
-class Unary(Generic[Q, A]):
-    """A unary RPC, declared once as a class attribute of a client and called on its instances."""
-
-    def __init__(self, service: str, name: str, request_type: type[Q], answer_type: type[A]) -> None:
-        self.path = f"/{service}/{name}"
-        self.name = name
-        self.request_type = request_type
-        self.answer_type = answer_type
-
-    @overload
-    def __get__(self, client: None, owner: type[Client]) -> Unary[Q, A]: ...
-    @overload
-    def __get__(self, client: Client, owner: type[Client]) -> BoundUnary[Q, A]: ...
-    def __get__(self, client: Client | None, owner: type[Client]) -> Unary[Q, A] | BoundUnary[Q, A]:
-        return self if client is None else BoundUnary(client, self)
-
-
-class BoundUnary(Generic[Q, A]):
-    """A unary RPC of one client."""
-
-    __slots__ = ("_client", "_method")
-
-    def __init__(self, client: Client, method: Unary[Q, A]) -> None:
-        self._client = client
-        self._method = method
-
-    async def __call__(self, request: Q, *, timeout_s: float | None = None) -> A:
-        """Sends `request` and returns the answer; the client's `rpc_timeout_s` bounds it by default.
-
-        Raises:
-            RpcError: every failure, as the subclass of its status.
-            UsageError: the token file can't be read.
-        """
-        return await self._client.call(self._method, request, timeout_s)
-
-
-class ServerStream(Generic[Q, A]):
-    """A server-streaming RPC, declared once as a class attribute of a client."""
-
-    def __init__(self, service: str, name: str, request_type: type[Q], answer_type: type[A]) -> None:
-        self.path = f"/{service}/{name}"
-        self.name = name
-        self.request_type = request_type
-        self.answer_type = answer_type
-
-    @overload
-    def __get__(self, client: None, owner: type[Client]) -> ServerStream[Q, A]: ...
-    @overload
-    def __get__(self, client: Client, owner: type[Client]) -> BoundStream[Q, A]: ...
-    def __get__(self, client: Client | None, owner: type[Client]) -> ServerStream[Q, A] | BoundStream[Q, A]:
-        return self if client is None else BoundStream(client, self)
-
-
-class BoundStream(Generic[Q, A]):
-    """A server-streaming RPC of one client."""
-
-    __slots__ = ("_client", "_method")
-
-    def __init__(self, client: Client, method: ServerStream[Q, A]) -> None:
-        self._client = client
-        self._method = method
-
-    def __call__(
-        self, request: Q, *, silence_s: float | None = None
-    ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[A]]:
-        """Opens the stream: `async with ...(request) as messages: async for message in messages`.
-
-        Leaving the block ends the stream. At most 16 messages wait to be taken; then the server is
-        slowed down. A stream that says nothing for `silence_s` (default: the client's
-        `rpc_timeout_s`), its first message included, is DeadlineExceeded and its connection dropped.
-
-        Raises:
-            RpcError: from the iterator, as the subclass of the status.
-        """
-        silence_s = self._client.rpc_timeout_s if silence_s is None else silence_s
-        return self._client.stream(self._method, request, silence_s)
-
-
 class _TooLarge(Exception):
     """An incoming message is over the limit."""
 
@@ -331,6 +256,11 @@ def _status_of(call: grpclib.client.Stream[Any, Any], error: Exception) -> Excep
         return GRPCError(Status(int(number)), headers.get("grpc-message"))
     except ValueError:
         return error
+
+
+def _ended_alone(error: Exception) -> bool:
+    """The peer reset this call only; the connection still carries the others."""
+    return isinstance(error, StreamTerminatedError) and str(error).startswith("Stream reset by remote party")
 
 
 class _Messages(Generic[A]):

@@ -12,7 +12,8 @@ from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.rpc.address import parse_address
 from modelexpress_rl.rpc.auth import TokenFile
-from modelexpress_rl.rpc.channel import Client, ServerStream, Unary
+from modelexpress_rl.rpc.channel import Client
+from modelexpress_rl.rpc.methods import ServerStream, Unary
 
 REFIT_SERVICE = "model_express.refit.RefitService"
 WORKER_SERVICE = "model_express.refit.RefitWorkerService"

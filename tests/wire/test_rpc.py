@@ -231,6 +231,7 @@ class ManifestService(refit_grpc.RefitWorkerServiceBase):
     def __init__(self, manifest: bytes) -> None:
         self.manifest = manifest
         self.sending = 0
+        self.released = asyncio.Event()
 
     async def GetWeightVersionShardManifest(self, stream: grpclib.server.Stream) -> None:  # type: ignore[type-arg]  # noqa: N802
         assert await stream.recv_message() is not None
@@ -268,6 +269,39 @@ async def test_a_reader_that_leaves_in_the_middle_of_a_manifest_leaves_nothing_b
         with anyio.fail_after(5):
             await server.aclose(grace_s=60)
         await server.aclose()
+
+
+async def test_a_call_that_the_peer_resets_leaves_the_others_alone() -> None:
+    class Resets(ManifestService):
+        async def GetWeightVersionShardManifest(self, stream: Any) -> None:  # noqa: N802
+            request = await stream.recv_message()
+            if request.version_id == "reset":
+                await stream.cancel()
+            else:
+                await self.released.wait()
+                await stream.send_message(refit.GetWeightVersionShardManifestResponse(manifest=b"m"))
+
+    service = Resets(b"")
+    async with (
+        _served(service) as address,
+        rpc.WorkerEndpoint(address) as endpoint,
+        anyio.create_task_group() as tasks,
+    ):
+        answers = []
+
+        async def other() -> None:
+            request = refit.GetWeightVersionShardManifestRequest(version_id="v", source_slot_id="s")
+            answers.append(await endpoint.get_weight_version_shard_manifest(request))
+
+        tasks.start_soon(other)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(rpc.Unavailable) as caught:
+            await endpoint.get_weight_version_shard_manifest(
+                refit.GetWeightVersionShardManifestRequest(version_id="reset", source_slot_id="s")
+            )
+        assert caught.value.outcome_unknown
+        service.released.set()
+    assert [answer.manifest for answer in answers] == [b"m"]
 
 
 async def test_a_taken_port_is_named() -> None:
