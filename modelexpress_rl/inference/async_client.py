@@ -273,6 +273,8 @@ class AsyncModelExpressGeneratorClient:
         deadline = anyio.current_time() + parts.settings.transfer_timeout_s
         with record.stage("source_preparation"):
             sources = await parts.fetcher.fetch(lease.version_id, lease.publications, deadline)
+            gone = frozenset(publication.worker_id for publication in lease.publications) - lease.confirmed
+            sources = sources.without(gone) if gone else sources
         with record.stage("transfer_planning"):
             planned = await parts.planning.planned(sources)
         self._feed(PlanMade(planned.reads.workers, proven=True))
@@ -287,13 +289,12 @@ class AsyncModelExpressGeneratorClient:
         with record.stage("wire_transfer"):
             result = await pull.run(deadline)
         self._feed(PullVerified(result.last_read_ms, digests_agree=True))
-        parts.cache.drop_unused()
+        parts.cache.end_turn()
         count_pull(record, planned, result, anyio.current_time() - begun_s)
         return InstallJob(planned.loader, planned.staged(pull.arena), record, _identities(lease))
 
     def _pull(self, sources: VersionSources, planned: PlannedVersion, arena: Arena) -> Pull:
         parts = self._parts
-        parts.cache.begin()
         return Pull(
             parts.agent,
             parts.cache,

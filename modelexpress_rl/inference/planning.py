@@ -16,6 +16,7 @@ from modelexpress_rl.inference.adapter import (
     StagedTensor,
     WeightLoader,
 )
+from modelexpress_rl.inference.recent import Recent
 from modelexpress_rl.inference.sources import VersionSources
 from modelexpress_rl.inference.staging import Arena
 from modelexpress_rl.reshard.digests import DigestTable
@@ -110,7 +111,7 @@ class Planning:
         self._owner = owner
         self._published: dict[str, PublishedTensor] | None = None
         self._loader: WeightLoader | None = None
-        self._planned: PlannedVersion | None = None
+        self._planned: Recent[tuple[tuple[str, str, str], ...], PlannedVersion] = Recent()
 
     async def planned(self, sources: VersionSources) -> PlannedVersion:
         """The plan for these manifests, with its proof of coverage.
@@ -119,13 +120,16 @@ class Planning:
             IncompleteVersionError: something that the engine loads is published by nobody.
             GeometryError: publishers disagree, or a tensor does not fit the engine.
         """
-        if self._planned is None or self._planned.key != sources.key:
+        planned = self._planned.get(sources.key)
+        if planned is None:
             shards = sum(len(each.manifest.table) for each in sources.manifests)
             if shards < _SMALL_TABLE:
-                self._planned = self._plan(sources)
+                planned = self._plan(sources)
             else:
-                self._planned = await anyio.to_thread.run_sync(self._plan, sources)
-        return self._planned
+                planned = await anyio.to_thread.run_sync(self._plan, sources)
+            self._planned.put(sources.key, planned)
+        self._planned.end_turn()
+        return planned
 
     def _plan(self, sources: VersionSources) -> PlannedVersion:
         merged = merge(sources.manifests)

@@ -22,6 +22,7 @@ from modelexpress_rl.errors import (
     IncompleteVersionError,
     ManifestError,
     ModelExpressError,
+    PeerError,
     TransferError,
     TransferTimeout,
     Unavailable,
@@ -43,7 +44,7 @@ from statemachines.ids import WorkerId
 _log = logging.getLogger(__name__)
 
 # A read that moves less than this for its whole round has stalled.
-MIN_BYTES_PER_S = 32 << 20
+MIN_BYTES_PER_S = 8 << 20
 READ_GRACE_S = 10.0
 _SETTLE_S = 0.5
 
@@ -104,6 +105,7 @@ class Pull:
         self._round: Round | None = None
         self._digests = PendingDigests()
         self._failed: set[Source] = set()
+        self._first_failure: tuple[Source, Exception] | None = None
         self._dropped: set[WorkerId] = set()
         self._reading = planned.reads.workers
 
@@ -180,6 +182,7 @@ class Pull:
     async def _without_failed(self, reads: ReadPlan, ended: Round) -> ReadPlan:
         """Plan what has not landed, from replicas; where there are none, again from who may recover."""
         for source, error in ended.failures.items():
+            self._first_failure = self._first_failure or (source, error)
             _log.warning("version %s: %s failed: %s", self._sources.version_id, source, error)
             if not isinstance(error, TransferTimeout):
                 await self._cache.forget(source.agent_name)
@@ -218,12 +221,13 @@ class Pull:
             return
         size_bytes = self._planned.needs.arena_bytes
         fresh = await self._pool.take(size_bytes)
-        old, self.arena = self.arena, fresh
-        await anyio.to_thread.run_sync(_copy, old, fresh, size_bytes)
+        # No await between these: a cancellation must find every arena in somebody's hands.
+        old, self.arena, self._round = self.arena, fresh, None
         self._pool.quarantine(old, unsettled)
+        await anyio.to_thread.run_sync(_copy, old, fresh, size_bytes)
 
     def _error(self, ended: Round, attempts: int | None) -> Exception:
-        source, error = next(iter(ended.failures.items()))
+        source, error = self._first_failure or next(iter(ended.failures.items()))
         tried = (
             "no replica has what is missing" if attempts is None else f"given up after {attempts} attempts"
         )
@@ -233,6 +237,8 @@ class Pull:
             raised = type(error)(about, peer=error.peer)
         elif isinstance(error, (DigestMismatch, ManifestError, Unavailable, DeadlineExceeded)):
             raised = type(error)(about)
+        elif isinstance(error, PeerError):
+            raised = PeerError(about)
         else:
             raised = ModelExpressError(about)
         raised.__cause__ = error

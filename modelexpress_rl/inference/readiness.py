@@ -25,7 +25,7 @@ async def wait_until_ready(
     version_id: VersionId,
     deadline: float,
     *,
-    grace_s: float = GRACE_S,
+    grace_s: float | None = None,
     policy: WatchPolicy = DEFAULT_POLICY,
 ) -> None:
     """Return when the version is READY; `deadline` is on the clock of `anyio.current_time()`.
@@ -35,7 +35,7 @@ async def wait_until_ready(
         DeadlineExceeded: it is not READY in time; the message says what was missing.
         RpcError: the control plane refuses, or has been away for longer than the policy allows.
     """
-    wait = _Wait(control, version_id, grace_s, policy)
+    wait = _Wait(control, version_id, GRACE_S if grace_s is None else grace_s, policy)
     try:
         with anyio.fail_at(deadline):
             while not await wait.watched():

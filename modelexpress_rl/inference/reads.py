@@ -9,6 +9,7 @@ import numpy as np
 
 from modelexpress_rl.errors import ManifestError
 from modelexpress_rl.inference.planning import Chunk
+from modelexpress_rl.inference.recent import Recent
 from modelexpress_rl.inference.staging import Arena
 from modelexpress_rl.reshard.manifest import Manifest
 from modelexpress_rl.reshard.plan import Plan
@@ -35,8 +36,7 @@ class ReadCache:
         self._agent = agent
         self._peers: dict[str, _Peer] = {}
         self._generations = 0
-        self._prepared: dict[tuple[str, int, int, bytes], PreparedRead] = {}
-        self._used: set[tuple[str, int, int, bytes]] = set()
+        self._prepared: Recent[tuple[str, int, int, bytes], PreparedRead] = Recent()
 
     async def prepared(self, chunk: Chunk, plan: Plan, manifest: Manifest, arena: Arena) -> PreparedRead:
         """The read of one chunk into `arena`.
@@ -47,31 +47,30 @@ class ReadCache:
         """
         peer = await self._load(manifest)
         key = (peer.name, peer.generation, arena.addr, chunk.runs_key)
-        self._used.add(key)
-        if key not in self._prepared:
+        prepared = self._prepared.get(key)
+        if prepared is None:
             runs = plan.runs(chunk.rows)
             reads = ReadList(
                 remote_addr=runs.remote_addr,
                 local_addr=runs.local_offset + np.uint64(arena.addr),
                 size_bytes=runs.size_bytes,
             )
-            self._prepared[key] = await self._agent.prepare(peer.name, reads)
+            prepared = await self._agent.prepare(peer.name, reads)
+            self._prepared.put(key, prepared)
             self.prepared_reads += 1
-        return self._prepared[key]
+        return prepared
 
     async def forget(self, agent_name: str) -> None:
         """Load this peer anew at its next use: a read from it failed, its descriptors may be stale."""
         peer = self._peers.pop(agent_name, None)
         if peer is not None:
+            for key in [key for key in self._prepared if key[:2] == (peer.name, peer.generation)]:
+                self._prepared.discard(key)
             await self._agent.forget_peer(peer.name)
 
-    def begin(self) -> None:
-        """A pull begins: what it doesn't use is dropped at its end."""
-        self._used.clear()
-
-    def drop_unused(self) -> None:
-        """A pull ended: keep what it used."""
-        self._prepared = {key: self._prepared[key] for key in self._used if key in self._prepared}
+    def end_turn(self) -> None:
+        """A pull ended: what has not been used for long is dropped."""
+        self._prepared.end_turn()
 
     async def _load(self, manifest: Manifest) -> _Peer:
         sha256 = hashlib.sha256(manifest.agent_meta).digest()

@@ -27,6 +27,7 @@ from modelexpress_rl.errors import (
     Unavailable,
 )
 from modelexpress_rl.inference.lease import Publication
+from modelexpress_rl.inference.recent import Recent
 from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard.digests import DigestTable, decode_digests
 from modelexpress_rl.reshard.geometry import Source
@@ -71,6 +72,11 @@ class VersionSources:
         """What the plan depends on: the same key means the same addresses, boxes and peers."""
         return tuple(f.publication.identity for f in self.fetched)
 
+    def without(self, workers: frozenset[WorkerId]) -> VersionSources:
+        """The same without these workers: they are no longer live."""
+        left = tuple(f for f in self.fetched if f.publication.worker_id not in workers)
+        return VersionSources(self.version_id, left, self.dropped)
+
     @property
     def manifests(self) -> list[SourceManifest]:
         """The manifests, in order."""
@@ -93,7 +99,7 @@ class SourceFetcher:
         self._rpc_timeout_s = rpc_timeout_s
         self._connect = connect or self._dial
         self._endpoints: dict[str, WorkerEndpoint] = {}
-        self._manifests: dict[str, manifests.Manifest] = {}
+        self._manifests: Recent[str, manifests.Manifest] = Recent()
         self._limiter = anyio.CapacityLimiter(CONCURRENT_FETCHES)
         self.fetches = 0
 
@@ -128,7 +134,8 @@ class SourceFetcher:
             _log.warning(
                 "version %s: a replica takes the place of worker %s: %s", version_id, worker_id, error
             )
-        await self._forget_all_but(publications)
+        self._manifests.end_turn()
+        await self._hang_up_on_all_but(publications)
         return VersionSources(version_id, tuple(used), dropped)
 
     async def digests(self, sources: VersionSources, deadline: float) -> Digests:
@@ -206,7 +213,7 @@ class SourceFetcher:
             lambda: _checked_manifest(answer.manifest, answer.manifest_digest, publication),
             len(answer.manifest),
         )
-        self._manifests[publication.manifest_digest] = manifest
+        self._manifests.put(publication.manifest_digest, manifest)
         return manifest
 
     async def _digests(self, version_id: VersionId, fetched: Fetched, deadline: float) -> DigestTable | None:
@@ -239,11 +246,9 @@ class SourceFetcher:
     def _timeout_s(self, deadline: float) -> float:
         return max(min(self._rpc_timeout_s, deadline - anyio.current_time()), 0.001)
 
-    async def _forget_all_but(self, publications: Sequence[Publication]) -> None:
-        """Keep what this version uses; a later one that uses something else fetches it."""
-        digests = {publication.manifest_digest for publication in publications}
+    async def _hang_up_on_all_but(self, publications: Sequence[Publication]) -> None:
+        """Keep the connections that this version uses; a later one dials what it needs."""
         addresses = {publication.endpoint for publication in publications}
-        self._manifests = {digest: m for digest, m in self._manifests.items() if digest in digests}
         for address in self._endpoints.keys() - addresses:
             await self._endpoints.pop(address).aclose()
 

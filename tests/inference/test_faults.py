@@ -135,8 +135,7 @@ async def chosen(
     """Which of two replicas of everything a generator reads first; each tensor goes to one of them."""
     staged = await client.stage_weight("v1")
     planned = client._parts.planning._planned
-    assert planned is not None
-    workers = planned.reads.workers
+    (workers,) = [planned._kept[key].reads.workers for key in planned]
     await staged.release()
     return next(trainer for trainer in trainers if trainer.worker_id in workers)
 
@@ -248,6 +247,14 @@ async def test_a_cancelled_stage_returns_its_lease_and_keeps_the_live_weights(wo
     assert client._parts.pool.quarantined_bytes > 0
     world.hub.resume("agent-t0")
     await true_soon(lambda: client._parts.pool.quarantined_bytes == 0)
+    await client.apply_weight(await client.stage_weight("v1"))
+    assert model.bytes() == as_bytes(weights(1))
+
+
+async def test_a_registration_that_was_lost_is_made_again(world: World) -> None:
+    model = Model()
+    client = await one_source(world, model)
+    await world.control.unregister_worker(v1.UnregisterWorkerRequest(worker_id="g0"))
     await client.apply_weight(await client.stage_weight("v1"))
     assert model.bytes() == as_bytes(weights(1))
 

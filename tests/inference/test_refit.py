@@ -77,6 +77,24 @@ async def test_a_warm_refit_reuses_arena_plan_manifest_and_prepared_reads(world:
     assert trainer.calls.count("manifest") == 1
 
 
+async def test_a_trainer_that_alternates_between_arenas_is_warm_in_each(world: World) -> None:
+    trainer, model = await world.trainer(), Model()
+    client = await world.generator(model)
+    arenas = [whole(weights(0)), whole(weights(0))]
+    for held in arenas:  # both are registered before v1, so that the transport's metadata stays the same
+        await trainer.serve("warm-up", "s0", held)
+    for step in range(1, 9):
+        held = arenas[step % 2]
+        for shard, data in zip(held, weights(step).values(), strict=True):
+            shard.data[...] = data
+        await create_version(world.control, f"v{step}", ["s0"])
+        await trainer.publish(f"v{step}", "s0", held)
+        await client.apply_weight(await client.stage_weight(f"v{step}"))
+        assert model.bytes() == as_bytes(weights(step))
+    parts = client._parts
+    assert (parts.pool.allocations, parts.planning.plans_made, parts.cache.prepared_reads) == (1, 2, 2)
+
+
 async def test_the_same_version_twice_is_the_same_handle_and_another_is_refused(world: World) -> None:
     trainer, model = await world.trainer(), Model()
     client = await world.generator(model)
