@@ -190,7 +190,7 @@ class TestArenas:
             assert got == []
             two.release()
         assert got == [two]
-        with pytest.raises(DeadlineExceeded, match="v4: no free arena after .* are held by v1, v3"):
+        with pytest.raises(DeadlineExceeded, match=r"v4: no free arena after .* are held by v1, v3"):
             await pool.acquire(10, "v4", 0.01)
         assert one.addr % 4096 == 0
         await pool.aclose()
