@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
@@ -272,3 +273,32 @@ async def test_closing_ends_a_stage_under_way(world: World) -> None:
         await pulling(client)
         await client.close()
     world.hub.resume("agent-t0")
+
+
+async def test_a_stage_may_be_cancelled_at_any_moment(world: World) -> None:
+    """After each cancellation nothing is held, nothing was written, and the next stage works."""
+    model = Model()
+    client = await one_source(world, model)
+    before = model.bytes()
+    cancelled = 0
+    for moment in range(0, 200, 3):
+        async with anyio.create_task_group() as group:
+
+            async def stage() -> None:
+                handle = await client.stage_weight("v1")
+                await handle.release()
+
+            group.start_soon(stage)
+            for _ in range(moment):
+                await anyio.lowlevel.checkpoint()
+            cancelled += client._staging is not None
+            group.cancel_scope.cancel()
+        assert client._installation.work is None or client._active is None
+        assert client._installation.state.value == "IDLE"
+        assert client._parts.pool.quarantined_bytes == 0
+    assert cancelled > 10
+    assert client._parts.pool.allocations == 1
+    assert model.bytes() == before
+    await world.no_lease("v1")
+    await client.apply_weight(await client.stage_weight("v1"))
+    assert model.bytes() == as_bytes(weights(1))
