@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from modelexpress_rl.version import WeightVersion as WeightVersion
     from modelexpress_rl.version import WeightVersionRef as WeightVersionRef
     from modelexpress_rl.version import WeightVersionState as WeightVersionState
+    from modelexpress_rl.version import WorkerStatus as WorkerStatus
 
 _NAMES_OF_MODULE = {
     "control": ("AsyncModelExpressControlClient", "ModelExpressControlClient"),
@@ -60,6 +61,7 @@ _NAMES_OF_MODULE = {
     "version": (
         "VersionState",
         "VersionStatus",
+        "WorkerStatus",
         "WeightPayloadFormat",
         "WeightSource",
         "WeightVersion",

@@ -24,6 +24,7 @@ from modelexpress_rl.rpc.convert import (
     version_state_to_pb,
     version_status_from_pb,
     weight_version_from_pb,
+    worker_status_from_pb,
 )
 from modelexpress_rl.rpc.retry import retry
 from modelexpress_rl.rpc.watch import WatchPolicy
@@ -34,6 +35,7 @@ from modelexpress_rl.version import (
     WeightVersion,
     WeightVersionRef,
     WeightVersionState,
+    WorkerStatus,
 )
 
 T = TypeVar("T")
@@ -165,6 +167,18 @@ class AsyncModelExpressControlClient:
     ) -> list[VersionStatus]:
         """As `list_weight_versions`, but how each stands: real state, coverage and leases."""
         return [version_status_from_pb(each.status) for each in await self._listed(model_name, states)]
+
+    async def list_workers(
+        self, model_name: str | None = None, *, include_expired: bool = False
+    ) -> list[WorkerStatus]:
+        """The workers of a model (default: of every model): who is live, and who serves which version.
+
+        Raises:
+            RpcError: UNIMPLEMENTED from a server of 0.7, which can't list.
+        """
+        request = v1.ListWorkersRequest(model_name=model_name or "", include_expired=include_expired)
+        answer = await self._retried(partial(self._plane.list_workers, request))
+        return [worker_status_from_pb(each) for each in answer.workers]
 
     async def wait_for_state(
         self,
@@ -319,6 +333,13 @@ class ModelExpressControlClient:
     ) -> list[VersionStatus]:
         """See `AsyncModelExpressControlClient.list_version_statuses`."""
         return self._portal.call(self._client.list_version_statuses, model_name, states)
+
+    def list_workers(
+        self, model_name: str | None = None, *, include_expired: bool = False
+    ) -> list[WorkerStatus]:
+        """See `AsyncModelExpressControlClient.list_workers`."""
+        listing = partial(self._client.list_workers, include_expired=include_expired)
+        return self._portal.call(listing, model_name)
 
     def wait_for_state(
         self,

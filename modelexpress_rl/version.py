@@ -143,3 +143,25 @@ class VersionStatus:
             more = ", ..." if len(self.missing_slots) < self.expected_slots - self.covered_slots else ""
             parts.append(f"missing {', '.join(self.missing_slots[:4])}{more}")
         return ", ".join(parts) + (f" ({self.reason})" if self.reason else "")
+
+
+class WorkerRole(StrEnum):
+    """What a worker does."""
+
+    TRAINER = "TRAINER"
+    GENERATOR = "GENERATOR"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A registered worker; times are Unix milliseconds by the control plane's store."""
+
+    worker_id: str
+    role: WorkerRole
+    model_name: str
+    live: bool
+    expires_at_unix_ms: int
+    serving_version_id: str | None = None
+    """What a generator last reported that every parameter holds; None where it never did, or can't say."""
+    serving_uncertain: bool = False
+    """An install failed half-way, or is under way."""

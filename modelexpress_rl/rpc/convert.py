@@ -19,6 +19,8 @@ from modelexpress_rl.version import (
     WeightPayloadFormat,
     WeightVersion,
     WeightVersionState,
+    WorkerRole,
+    WorkerStatus,
 )
 
 E = TypeVar("E", bound=StrEnum)
@@ -113,6 +115,26 @@ def version_status_from_pb(message: v1.VersionStatus) -> VersionStatus:
         ready_at_unix_ms=message.ready_at_unix_ms or None,
         now_unix_ms=message.now_unix_ms or None,
         reason=message.reason,
+    )
+
+
+def worker_status_from_pb(message: v1.WorkerStatus) -> WorkerStatus:
+    """A worker, as our service tells it.
+
+    Raises:
+        PeerError: its role is one that this build does not know.
+    """
+    what = f"worker {message.worker_id!r}"
+    uncertain = message.serving_uncertain
+    serving = message.serving_version_id if message.HasField("serving_version_id") else None
+    return WorkerStatus(
+        worker_id=message.worker_id,
+        role=_enum(WorkerRole, refit.WorkerRole, message.role, "WORKER_ROLE_", what),
+        model_name=message.model_name,
+        live=message.life == v1.WORKER_LIFE_LIVE,
+        expires_at_unix_ms=message.expires_at_unix_ms,
+        serving_version_id=None if uncertain else serving,
+        serving_uncertain=uncertain,
     )
 
 

@@ -91,7 +91,7 @@ async def _raw(server: str, version: str, model_bytes: int) -> float:
     target = np.empty(model_bytes, np.uint8)
     target[:] = 0
     local = target.ctypes.data + np.arange(len(remote), dtype=np.uint64) * size_bytes
-    agent = await NixlAgent.create(listen=False)
+    agent = await NixlAgent.create(readable=False)
     try:
         await agent.register([Region(target.ctypes.data, model_bytes)])
         peer = await agent.add_peer(manifest.agent_meta)

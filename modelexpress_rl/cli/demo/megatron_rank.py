@@ -20,7 +20,7 @@ class MegatronRank:
     def __init__(self, tensor_parallel: int, sizes: dict[str, int]) -> None:
         torch.set_num_threads(1)
         initialize_parallel(tensor_parallel)
-        self._model = build_gpt(**sizes, seed=SEED)
+        self._model = build_gpt(**sizes, seed=SEED)  # type: ignore[arg-type]
         self._optimizer = build_optimizer(self._model)
 
     def engine_context(self) -> MegatronTrainerContext:

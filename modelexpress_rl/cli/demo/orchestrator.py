@@ -89,7 +89,9 @@ class Orchestrator:
         await child.start()
         await self._until_served(child)
         group.start_soon(self._keep_serving, child)
-        self._board.say(f"control plane at 127.0.0.1:{port}, store {self._options.store}")
+        assert child.process is not None
+        store, process = self._options.store, child.process.pid
+        self._board.say(f"control plane at 127.0.0.1:{port}, store {store}, process {process}")
         return f"127.0.0.1:{port}"
 
     async def _until_served(self, child: Child) -> None:

@@ -23,8 +23,9 @@ class Peer:
     def __init__(self, line: Line, hello: dict[str, Any]) -> None:
         self._line = line
         self.hello = hello
-        kind = f"rank {hello['rank']}" if hello["role"] == "trainer" else f"TP {hello['tp']}"
-        self.name = f"{hello['role']} {kind}"
+        is_trainer = hello["role"] == "trainer"
+        self.number = int(hello["rank"] if is_trainer else hello["tp"])
+        self.name = f"trainer rank {self.number}" if is_trainer else f"generator TP {self.number}"
         self._turn = anyio.Lock()
 
     async def ask(self, command: str, answer: str, **arguments: Any) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class Peers:
             return
         ranks = self.trainers if peer.hello["role"] == "trainer" else self.generators
         ranks.append(peer)
-        ranks.sort(key=lambda one: one.hello.get("rank", one.hello.get("tp")))
+        ranks.sort(key=lambda one: one.number)
         self._on_hello(peer)
         self._arrived.set()
         self._arrived = anyio.Event()

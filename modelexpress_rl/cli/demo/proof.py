@@ -44,7 +44,7 @@ def prove(model: nn.Module, shape: GeneratorShape, reference: Path, before: dict
         held = parameter.detach()
         if not torch.equal(_bytes(held), _bytes(expected_parameter(name, whole, shape))):
             wrong.append(name)
-        digest = sha256(_bytes(held).numpy()).digest()
+        digest = sha256(_bytes(held).numpy().data).digest()
         if before.get(name) == digest:
             unchanged.append(name)
         before[name] = digest

@@ -5,6 +5,7 @@ Each rank makes the whole model from one seed, so that all agree, and publishes 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ class ToyModel:
         del sizes["kv_groups"]
         self._rank = rank
         self._random = torch.Generator().manual_seed(SEED)
-        pieces = generator_slices(GeneratorShape(**sizes, tp_size=tensor_parallel, tp_rank=rank))
+        shape = replace(GeneratorShape(**sizes), tp_size=tensor_parallel, tp_rank=rank)  # type: ignore[arg-type]
+        pieces = generator_slices(shape)
         self._whole = {p.hf_name: torch.randn(p.hf_shape, generator=self._random) for p in pieces}
         self._boxes = {p.hf_name: (p.hf_shape, p.hf_offset, p.shape) for p in pieces}
         self._parts = {name: self._part(name) for name in self._published()}
