@@ -33,6 +33,7 @@ from modelexpress_rl.reshard.digests import DigestTable, decode_digests
 from modelexpress_rl.reshard.geometry import Source
 from modelexpress_rl.reshard.merge import SourceManifest
 from modelexpress_rl.rpc import NotFound, RpcError, Unimplemented, WorkerEndpoint, parse_address
+from modelexpress_rl.rpc import errors as rpc_errors
 from statemachines.ids import VersionId, WorkerId
 
 _log = logging.getLogger(__name__)
@@ -206,9 +207,8 @@ class SourceFetcher:
         request = refit.GetWeightVersionShardManifestRequest(
             version_id=version_id, source_slot_id=publication.slot_id
         )
-        answer = await self._endpoint(publication.endpoint).get_weight_version_shard_manifest(
-            request, timeout_s=self._timeout_s(deadline)
-        )
+        call = self._endpoint(publication.endpoint).get_weight_version_shard_manifest
+        answer = await _dialled_anew_once(lambda: call(request, timeout_s=self._timeout_s(deadline)))
         manifest = await _decoded(
             lambda: _checked_manifest(answer.manifest, answer.manifest_digest, publication),
             len(answer.manifest),
@@ -220,9 +220,10 @@ class SourceFetcher:
         publication = fetched.publication
         request = v1.GetShardDigestsRequest(version_id=version_id, source_slot_id=publication.slot_id)
         try:
+            call = self._endpoint(publication.endpoint).get_shard_digests
             # The publisher answers when it has hashed its shards, which may take longer than an RPC.
-            answer = await self._endpoint(publication.endpoint).get_shard_digests(
-                request, timeout_s=max(deadline - anyio.current_time(), 0.001)
+            answer = await _dialled_anew_once(
+                lambda: call(request, timeout_s=max(deadline - anyio.current_time(), 0.001))
             )
         except (NotFound, Unimplemented):
             return None  # a publisher of 0.7, or one that was told to make none
@@ -251,6 +252,14 @@ class SourceFetcher:
         addresses = {publication.endpoint for publication in publications}
         for address in self._endpoints.keys() - addresses:
             await self._endpoints.pop(address).aclose()
+
+
+async def _dialled_anew_once(call: Callable[[], Awaitable[T]]) -> T:
+    """Call, and once more where the connection was broken: it may have been dropped while it was idle."""
+    try:
+        return await call()
+    except rpc_errors.Unavailable:
+        return await call()
 
 
 def _checked_manifest(data: bytes, claimed: str, publication: Publication) -> manifests.Manifest:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,6 +58,8 @@ class Publisher:
         self.model_name = model_name
         self.served: dict[tuple[str, str], Published] = {}
         self.calls: list[str] = []
+        self.answering = anyio.Event()
+        self.answering.set()
         self._ttl_s = ttl_s
         self._registered: set[tuple[Region, ...]] = set()
         self.lent: list[Sequence[Held]] = []
@@ -157,6 +160,7 @@ class _Manifests(refit_grpc.RefitWorkerServiceBase):
     async def GetWeightVersionShardManifest(self, stream) -> None:  # type: ignore[no-untyped-def]  # noqa: N802
         request = await stream.recv_message()
         self._publisher.calls.append("manifest")
+        await self._publisher.answering.wait()
         found = self._publisher.served[request.version_id, request.source_slot_id]
         await stream.send_message(
             refit.GetWeightVersionShardManifestResponse(manifest=found.manifest, manifest_digest=found.digest)

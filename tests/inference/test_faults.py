@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import anyio
 import anyio.lowlevel
 import pytest
 
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl.errors import (
+    DeadlineExceeded,
     DigestMismatch,
     LeaseLost,
+    ManifestError,
     StateError,
     TransferError,
     TransferTimeout,
     Unavailable,
 )
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
-from tests.inference.publisher import Publisher, create_version, whole
+from tests.inference.publisher import Published, Publisher, create_version, whole
 from tests.inference.world import Model, World, as_bytes, halves, true_soon, weights
 
 pytestmark = pytest.mark.anyio
@@ -233,6 +237,43 @@ async def test_a_worker_that_does_not_serve_its_manifest_is_replaced_or_named(wo
     await trainers[0].publish("v2", "s0", whole(weights(2)))
     with pytest.raises(Unavailable, match=r"version v2: worker 't0' \(slot 's0'"):
         await client.stage_weight("v2")
+
+
+async def test_a_worker_that_never_answers_is_named_in_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MX_TRANSFER_TIMEOUT", "0.5")
+    trainer = await world.trainer()
+    client = await world.generator(Model())
+    await create_version(world.control, "v1", ["s0"])
+    await trainer.publish("v1", "s0", whole(weights(1)))
+    trainer.answering = anyio.Event()
+    with anyio.fail_after(3), pytest.raises(DeadlineExceeded, match=r"version v1: worker 't0' \(slot 's0'"):
+        await client.stage_weight("v1")
+    await world.no_lease("v1")
+
+
+@pytest.mark.parametrize("served", [b"", b"{}", b"\xff" * 100, b"[" * 5000])
+async def test_a_hostile_manifest_is_refused_by_name(world: World, served: bytes) -> None:
+    trainer = await world.trainer()
+    client = await world.generator(Model())
+    await create_version(world.control, "v1", ["s0"])
+    trainer.served["v1", "s0"] = Published(served, hashlib.sha256(served).hexdigest(), None)
+    await trainer.announce("v1", "s0")
+    with pytest.raises(ManifestError, match=r"version v1: worker 't0'"):
+        await client.stage_weight("v1")
+
+
+async def test_damaged_digests_are_refused_by_name(world: World) -> None:
+    trainer = await world.trainer()
+    client = await world.generator(Model())
+    await create_version(world.control, "v1", ["s0"])
+    published = await trainer.serve("v1", "s0", whole(weights(1)))
+    assert published.digests is not None
+    published.digests = published.digests[:-1] + bytes([published.digests[-1] ^ 1])
+    await trainer.announce("v1", "s0")
+    with pytest.raises(ManifestError, match=r"version v1: worker 't0'.*digests"):
+        await client.stage_weight("v1")
 
 
 async def test_a_cancelled_stage_returns_its_lease_and_keeps_the_live_weights(world: World) -> None:
