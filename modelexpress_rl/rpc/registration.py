@@ -113,6 +113,7 @@ class Registration:
         self._away_told = False
         self._lost_told = False
         self._back = anyio.Event()
+        self._wake = anyio.Event()
 
     @property
     def server(self) -> ServerFacts:
@@ -175,7 +176,7 @@ class Registration:
         """Renew at a third of the TTL, for ever; survives a control plane that goes away."""
         while True:
             third_ms = self.ttl_ms / 3
-            await self._clock.sleep(third_ms * self._rng.uniform(0.9, 1.0) / 1000)
+            await self._sleep_unless_woken(third_ms * self._rng.uniform(0.9, 1.0) / 1000)
             while not await self._renew_within(third_ms):
                 self._tell_away()
                 await self._await_answer()
@@ -187,14 +188,10 @@ class Registration:
         while self._separated:
             await self._back.wait()
 
-    async def renew_forgotten(self, reason: str) -> None:
-        """Register anew at once, because an answer showed that the control plane doesn't know us.
-
-        Raises:
-            RpcError: it did not succeed; `run` goes on trying.
-        """
+    def forgotten(self, reason: str) -> None:
+        """An answer showed that the control plane doesn't know us: `run` registers anew at once."""
         self._tell_lost(reason)
-        await self._renew_once(min(self._control.rpc_timeout_s, self.ttl_ms / 3000))
+        self._wake.set()
 
     async def leave(self) -> None:
         """Say good-bye, so that what we published counts no more at once; failures are only logged."""
@@ -206,6 +203,17 @@ class Registration:
                 pass  # an older server: the registration lapses by itself
             except RpcError as error:
                 _log.info("worker %s: no good-bye: %s", self.worker_id, error)
+
+    async def _sleep_unless_woken(self, delay_s: float) -> None:
+        async def sleep() -> None:
+            await self._clock.sleep(delay_s)
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(sleep)
+            await self._wake.wait()
+            group.cancel_scope.cancel()
+        self._wake = anyio.Event()
 
     async def _renew_within(self, span_ms: float) -> bool:
         """Try to renew for `span_ms`; whether it succeeded."""

@@ -74,6 +74,7 @@ class Publication:
         self._attempt_ended = anyio.Event()
         self._ever_announced = False
         self._confirmed_once = False
+        self._unregistered = 0
         self._created_ms: int | None = None
         self._lost_bound_ms: int | None = None
         self._closing = False
@@ -260,7 +261,7 @@ class Publication:
     # Long effects. Each gets `say`, which is deaf once the task has been cancelled.
 
     async def _announce(self, say: Say) -> None:
-        failures = refusals = 0
+        failures = 0
         while True:
             await self._ports.registration.wait_registered()
             await anyio.lowlevel.checkpoint()  # nothing is announced once the task is cancelled
@@ -276,11 +277,12 @@ class Publication:
                     self._refused(say, error)
                     return
                 case Unregistered(error):
-                    refusals += 1
-                    if refusals >= _MAX_UNREGISTERED:
+                    self._unregistered += 1
+                    if self._unregistered > _MAX_UNREGISTERED:
                         self._refused(say, error)
                         return
-                    await self._register_again(error)
+                    reason = f"an announcement was refused: {error.details()}"
+                    self._ports.registration.forgotten(reason)
                 case Unheard(error, may_be_filed):
                     if may_be_filed:
                         self._ever_announced = True
@@ -321,6 +323,7 @@ class Publication:
             self.handle(records.Reachable())
             return
         self._lost_bound_ms = None
+        self._unregistered = 0
         self._confirmed_once = True
         say(records.Announced())
 
@@ -328,10 +331,6 @@ class Publication:
         self.refusal = error
         _log.warning("%s: the announcement was refused: %s", self, error)
         say(records.AnnounceRefused())
-
-    async def _register_again(self, error: RpcError) -> None:
-        with contextlib.suppress(RpcError):
-            await self._ports.registration.renew_forgotten(f"an announcement was refused: {error.details()}")
 
     async def _watch(self, say: Say) -> None:
         async with contextlib.aclosing(self._sights()) as sights:

@@ -23,6 +23,7 @@ from modelexpress_rl.rpc.registration import MARGIN_MS, Registration
 from modelexpress_rl.server.app import serving
 from modelexpress_rl.server.settings import Settings
 from modelexpress_rl.server.stores.memory import MemoryStore
+from modelexpress_rl.server.stores.port import Store
 from modelexpress_rl.train.adapter import StagedWeightVersionShardData, WeightVersionShardManifest
 from modelexpress_rl.train.manifest_service import ManifestService
 from modelexpress_rl.train.publication import Publication
@@ -287,9 +288,11 @@ class Orchestrator:
 
 
 @contextlib.asynccontextmanager
-async def control_plane(settings: Settings | None = None, *, port: int = 0) -> AsyncGenerator[str, None]:
-    """A real server with an empty store; yields its address."""
-    async with serving(MemoryStore(), settings=settings, port=port) as running:
+async def control_plane(
+    settings: Settings | None = None, *, port: int = 0, store: Store | None = None
+) -> AsyncGenerator[str, None]:
+    """A real server, with an empty store where none is given; yields its address."""
+    async with serving(store or MemoryStore(), settings=settings, port=port) as running:
         yield running.address
 
 
