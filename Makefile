@@ -35,7 +35,7 @@ check: install  ## lint, types, import contracts
 	$(BIN)/lint-imports
 
 proto: install  ## regenerate the code of proto/
-	$(BIN)/python -m proto.generate
+	$(BIN)/python proto/generate.py
 
 machines: install  ## regenerate the pages and diagrams of docs/machines
 	$(BIN)/python -m statemachines.render
