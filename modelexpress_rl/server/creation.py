@@ -6,10 +6,9 @@ versions. Where a server dies in between, the repeat finds its own claim and mak
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
-from modelexpress_rl.server.fold import unknown
 from modelexpress_rl.server.stores.port import Committed, KeyHolder, Store, VersionEntry
 from modelexpress_rl.server.views import View, view, views
 from statemachines import version
@@ -23,9 +22,11 @@ async def create(
     store: Store,
     uid: VersionId | None,
     spec: VersionSpec,
-    armed: Callable[[int | None], None],
+    settle: Callable[[VersionId], Awaitable[None]],
 ) -> tuple[View, bool]:
     """Create a version, or find the one that an equal request created; answers whether it is new.
+
+    `settle` commits what is due on a version: one whose retention is over gives up its uid then.
 
     Raises:
         Refused: the request contradicts itself, its base does not serve, or key or uid are taken.
@@ -34,18 +35,18 @@ async def create(
     holder = await store.read_key(spec.idempotency_key)
     if holder is not None:
         _require_same(holder, uid, spec)
-        if (present := await _present(store, holder.uid)) is not None:
+        if (present := await _present(store, holder.uid, settle)) is not None:
             return _require_own(present, spec), False
-    elif uid is not None and (present := await _present(store, uid)) is not None:
+    elif uid is not None and (present := await _present(store, uid, settle)) is not None:
         return _require_own(present, spec), False
     await _require_base(store, spec)
     wanted = KeyHolder(uid or VersionId(uuid4().hex[:8]), spec)
     holder = await store.claim_key(spec.idempotency_key, wanted)
     _require_same(holder, uid, spec)
-    return await _make(store, holder, armed)
+    return await _make(store, holder)
 
 
-async def _make(store: Store, holder: KeyHolder, armed: Callable[[int | None], None]) -> tuple[View, bool]:
+async def _make(store: Store, holder: KeyHolder) -> tuple[View, bool]:
     sequence = await store.next_sequence()
     now_ms = await store.now_ms()
     record = version.begin(holder.uid, holder.spec, now_ms, sequence)
@@ -55,22 +56,24 @@ async def _make(store: Store, holder: KeyHolder, armed: Callable[[int | None], N
         holder.uid, entry, expected_revision=None, valid_until_ms=None, wake_at_ms=None
     )
     if isinstance(result, Committed):
-        armed(None)
         return View(entry, result.revision, Moment(now_ms)), True
-    present = await _present(store, holder.uid)
-    if present is None:
-        raise unknown(holder.uid)
+    present = await view(store, holder.uid)
     if present.record.spec.idempotency_key != holder.spec.idempotency_key:
         await store.free_key(holder.spec.idempotency_key, holder.uid)
     return _require_own(present, holder.spec), False
 
 
-async def _present(store: Store, uid: VersionId) -> View | None:
-    """The version, as long as its record is stored: one whose retention is over still holds its uid."""
+async def _present(
+    store: Store, uid: VersionId, settle: Callable[[VersionId], Awaitable[None]]
+) -> View | None:
     read = await store.read_version(uid)
     if read.stored is None:
         return None
-    return (await views(store, [read.stored], read.now_ms))[0]
+    (found,) = await views(store, [read.stored], read.now_ms)
+    if found.record.state is not VersionState.FORGOTTEN:
+        return found
+    await settle(uid)
+    return None
 
 
 def _require_same(holder: KeyHolder, uid: VersionId | None, spec: VersionSpec) -> None:
@@ -95,8 +98,6 @@ def _require_own(present: View, spec: VersionSpec) -> View:
             f"idempotency_key {spec.idempotency_key!r} was used for another request, "
             f"which created version {record.uid}",
         )
-    if record.state is VersionState.FORGOTTEN:
-        raise Refused(Reason.EXISTS, f"version {record.uid} is being forgotten: create it again in a moment")
     return present
 
 

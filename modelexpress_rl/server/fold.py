@@ -117,7 +117,7 @@ def _reason(before: VersionRecord, after: VersionRecord, moment: Moment, why: st
     if isinstance(after.phase, Degraded):
         gap = version.missing_slots(after, after.publications, moment)
         gone = sorted({s.worker_id for s in before.publications.values() if s.key not in after.publications})
-        cause = why or f"worker {', '.join(gone[:3])} expired"
+        cause = why or f"the registration of {', '.join(gone[:3])} ended"
         return f"slot {gap[0] if gap else '?'} lost its last live publisher ({cause})"
     if after.state is VersionState.READY:
         return why or "every expected slot has a live publisher"

@@ -61,7 +61,7 @@ class Registry:
 
     async def create(self, uid: VersionId | None, spec: VersionSpec) -> View:
         """Create a version, or answer the record of an equal request; see `creation.create`."""
-        found, is_new = await self._bounded(creation.create(self.store, uid, spec, self._armed))
+        found, is_new = await self._bounded(creation.create(self.store, uid, spec, self.settle))
         if is_new and found.record.state is VersionState.READY:
             self._after_ready(ModelReady(spec.model_name, found.record.uid))
         return found

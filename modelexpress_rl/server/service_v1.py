@@ -212,8 +212,11 @@ def _place_in(token: str) -> Place | None:
         return None
     try:
         model_name, sequence = json.loads(base64.urlsafe_b64decode(token.encode()))
-        return Place(ModelName(str(model_name)), int(sequence))
-    except (ValueError, TypeError, binascii.Error) as error:
+        str.encode(model_name)
+        if type(sequence) is not int or not 0 <= sequence < 1 << 63:
+            raise ValueError("no sequence")
+        return Place(ModelName(model_name), sequence)
+    except (ValueError, TypeError, RecursionError, binascii.Error) as error:
         raise wire.invalid(f"page_token {token[:80]!r} is not one that this service gave") from error
 
 

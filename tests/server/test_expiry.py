@@ -103,6 +103,27 @@ class TestRelease:
         await refused(api.get(), grpc.StatusCode.NOT_FOUND)
         assert not (await api.control.ListVersions(v1.ListVersionsRequest())).versions
 
+    async def test_its_uid_and_key_are_free_then(self, server: Server, api: Api) -> None:
+        first = await api.create(key="k")
+        await api.delete()
+        server.clock.advance(3_600_000)
+        again = await api.create(key="k", slots=("other",))
+        assert (again.state, list(again.expected_source_slots)) == (STAGING, ["other"])
+        assert again.created_at_unix_ms > first.created_at_unix_ms
+
+    async def test_an_endless_run_keeps_a_bounded_number_of_records(self, server: Server, api: Api) -> None:
+        store = server.running.registry.store
+        for n in range(200):  # each step under new ids, as restarted workers and orchestrators bring them
+            await api.register(f"t{n}", ttl_s=600)
+            await api.create(f"v{n}", slots=("s",))
+            await api.publish("s", f"t{n}", uid=f"v{n}")
+            await api.delete(f"v{n}")
+            await server.pass_time(600)
+            kept = await store.list_versions(None, after=None, limit=1_000)
+            assert len(kept) <= 9
+            assert len((await store.list_workers(None)).workers) <= 9
+        assert await store.read_key("key of v0") is None
+
 
 class TestWorkers:
     async def test_the_dead_are_forgotten_after_retention(self, server: Server, api: Api) -> None:

@@ -114,7 +114,9 @@ class SqliteStore:
                 return committed, model
             record = entry.record
             database.connection.execute(
-                "INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (uid) DO UPDATE SET "
+                "active = excluded.active, revision = excluded.revision, wake_at = excluded.wake_at, "
+                "body = excluded.body",
                 (
                     uid,
                     record.spec.model_name,
