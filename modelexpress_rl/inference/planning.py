@@ -23,7 +23,7 @@ from modelexpress_rl.reshard.digests import DigestTable
 from modelexpress_rl.reshard.geometry import Source
 from modelexpress_rl.reshard.merge import Merged, merge
 from modelexpress_rl.reshard.needs import NeedTable
-from modelexpress_rl.reshard.plan import Plan, SourceReads
+from modelexpress_rl.reshard.plan import PieceTable, Plan, SourceReads
 from modelexpress_rl.reshard.planner import plan as plan_reads
 from modelexpress_rl.reshard.proof import prove_plan
 from modelexpress_rl.reshard.verify import Verifier
@@ -159,13 +159,26 @@ def _chunks(plan: Plan, reads: SourceReads) -> list[Chunk]:
     while begin < len(ends):
         end = max(int(np.searchsorted(ends, done + CHUNK_BYTES, side="right")), begin + 1)
         first, last = reads.first + begin, reads.first + end
-        runs = plan.runs(slice(first, last))
-        key = xxhash.xxh3_128()
-        for column in (runs.remote_addr, runs.local_offset, runs.size_bytes):
-            key.update(column.tobytes())
-        chunks.append(Chunk(reads.source, first, last, int(ends[end - 1]) - done, key.digest()))
+        key = _runs_key(plan.pieces, slice(first, last))
+        chunks.append(Chunk(reads.source, first, last, int(ends[end - 1]) - done, key))
         begin, done = end, int(ends[end - 1])
     return chunks
+
+
+def _runs_key(pieces: PieceTable, rows: slice) -> bytes:
+    """Names the byte runs of some pieces without making them."""
+    key = xxhash.xxh3_128()
+    for column in (
+        pieces.device_id,
+        pieces.remote_addr,
+        pieces.local_offset,
+        pieces.run_bytes,
+        pieces.count,
+        pieces.remote_stride,
+        pieces.local_stride,
+    ):
+        key.update(column[rows].tobytes())
+    return key.digest()
 
 
 def _same_cut(rules: Mapping[Source, DigestTable], digests: Mapping[Source, DigestTable]) -> bool:

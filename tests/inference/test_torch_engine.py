@@ -184,9 +184,26 @@ def test_a_module_that_changed_is_refused_before_anything_is_written() -> None:
     module.x = torch.nn.Parameter(torch.zeros(1).expand(2), requires_grad=False)
     with pytest.raises(StateError, match="share memory"):
         loader.check(boxes)
+    module.x = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     with pytest.raises(StateError, match="not those"):
         loader.check(boxes[:1])
     assert module.w.tolist() == [0, 0, 0, 0]
+
+
+def test_parameters_that_moved_between_versions_are_found_again() -> None:
+    module = Bag(w=tensor((4,)))
+    first, second = {"w": tensor((4,)) + 1}, {"w": tensor((4,)) + 2}
+    loader = TorchGeneratorContext(module).create_adapter().loader(published(first))
+    boxes = [staged(need, first) for need in loader.needs]
+    loader.check(boxes)
+    loader.install(boxes)
+    old = module.w
+    module.w = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    boxes[0].data[:] = staged(loader.needs[0], second).data
+    loader.check(boxes)
+    loader.install(boxes)
+    assert torch.equal(module.w, second["w"])
+    assert torch.equal(old, first["w"])
 
 
 def test_an_install_must_be_checked_just_before() -> None:

@@ -117,14 +117,17 @@ class SliceLoader:
             for place in places
         }
         numbers: dict[Need, int] = {}
-        self._copies: list[tuple[int, Place]] = []
+        self._places: list[tuple[int, Place]] = []
         for place in places:
             known = published.get(place.slice.hf_name)
             dtype = str(tensors[place.slice.parameter].dtype) if known is None else known.dtype
             need = Need(place.slice.hf_name, dtype, place.slice.hf_offset, place.slice.shape)
-            self._copies.append((numbers.setdefault(need, len(numbers)), place))
+            self._places.append((numbers.setdefault(need, len(numbers)), place))
         self._needs = tuple(numbers)
-        self._checked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._staged: Sequence[StagedTensor] | None = None
+        self._where: list[tuple[torch.device, int, tuple[int, ...]]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._checked = False
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -133,41 +136,62 @@ class SliceLoader:
 
     def check(self, staged: Sequence[StagedTensor]) -> None:
         """See `WeightLoader.check`."""
+        tensors = {
+            name: _as_expected(self._module, name, expected) for name, expected in self._expected.items()
+        }
+        # Where neither the parameters nor the staging moved, the views of the last check are good still.
+        where = [(tensor.device, tensor.data_ptr(), tensor.stride()) for tensor in tensors.values()]
+        if self._staged is not staged or self._where != where:
+            self._copies = self._matched(staged, tensors)
+            self._staged, self._where = staged, where
+        self._checked = True
+
+    def install(self, staged: Sequence[StagedTensor]) -> None:
+        """Write what `check` has just resolved; see `WeightLoader.install`."""
+        if not self._checked or self._staged is not staged:
+            raise StateError("install: it was not checked just before")
+        self._checked = False
+        with writing(target for target, _ in self._copies):
+            for target, source in self._copies:
+                target.copy_(source)
+
+    def _matched(
+        self, staged: Sequence[StagedTensor], tensors: Mapping[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every copy as (view of a parameter, staged box)."""
         if [each.need for each in staged] != list(self._needs):
             raise StateError("the staged tensors are not those that this loader asked for")
-        tensors = named_tensors(self._module)
-        for name, expected in self._expected.items():
-            now = tensors.get(name)
-            if now is None:
-                raise StateError(f"parameter {name!r} is gone since the loader was made")
-            if (tuple(now.shape), now.dtype) != (expected.shape, expected.dtype):
-                raise StateError(
-                    f"parameter {name!r} was {expected.dtype} {expected.shape} when the loader was made, "
-                    f"now it is {now.dtype} {tuple(now.shape)}"
-                )
-            if now.is_meta:
-                raise StateError(f"parameter {name!r} has no storage (it is on the meta device)")
-            if now.numel() > 1 and 0 in now.stride():
-                raise StateError(f"parameter {name!r} is expanded: its elements share memory")
-        self._checked = []
-        for number, place in self._copies:
-            source = as_tensor(staged[number])
-            target = place.of(tensors[place.slice.parameter])
+        sources = [as_tensor(each) for each in staged]
+        copies = []
+        for number, place in self._places:
+            source, target = sources[number], place.of(tensors[place.slice.parameter])
             if source.shape != target.shape:
                 raise StateError(
                     f"tensor {place.slice.hf_name!r}: staged {tuple(source.shape)} does not fit "
                     f"{tuple(target.shape)} of parameter {place.slice.parameter!r}"
                 )
-            self._checked.append((target, source))
+            copies.append((target, source))
+        return copies
 
-    def install(self, staged: Sequence[StagedTensor]) -> None:
-        """Write what `check` has just resolved; see `WeightLoader.install`."""
-        copies, self._checked = self._checked, []
-        if len(copies) != len(self._copies):
-            raise StateError("install: it was not checked just before")
-        with writing(target for target, _ in copies):
-            for target, source in copies:
-                target.copy_(source)
+
+def _as_expected(module: torch.nn.Module, name: str, expected: _Expected) -> torch.Tensor:
+    """The parameter or buffer of that name, where it is what it was when the loader was made."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        now = getattr(module.get_submodule(path), leaf)
+    except AttributeError as error:
+        raise StateError(f"parameter {name!r} is gone since the loader was made") from error
+    if (tuple(now.shape), now.dtype) != (expected.shape, expected.dtype):
+        raise StateError(
+            f"parameter {name!r} was {expected.dtype} {expected.shape} when the loader was made, "
+            f"now it is {now.dtype} {tuple(now.shape)}"
+        )
+    if now.is_meta:
+        raise StateError(f"parameter {name!r} has no storage (it is on the meta device)")
+    if now.numel() > 1 and 0 in now.stride():
+        raise StateError(f"parameter {name!r} is expanded: its elements share memory")
+    tensor: torch.Tensor = now
+    return tensor
 
 
 def _published_as(
