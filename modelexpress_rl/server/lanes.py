@@ -54,6 +54,11 @@ class _Lane:
         if self.tokens >= BURST:
             self.burst_from_s = now_s
 
+    def restart(self, now_s: float) -> None:
+        """Waiting gathered nothing: it was one caller after the other, and not a burst."""
+        self.burst_from_s = now_s
+        self.tokens = max(self.tokens, BURST / 2)
+
 
 @dataclass(slots=True)
 class LaneCounts:
@@ -130,11 +135,14 @@ class Lanes:
                     del self._lanes[uid]
                     return
             lane.refill(anyio.current_time())
-            if lane.tokens < 1:
+            waited = lane.tokens < 1
+            if waited:
                 await anyio.sleep((1 - lane.tokens) * lane.pace_s)
                 lane.refill(anyio.current_time())
             group = [one for one in lane.waiting if not one.abandoned]
             lane.waiting.clear()
+            if waited and len(group) == 1:
+                lane.restart(anyio.current_time())
             if group and await self._answer(uid, group):
                 lane.tokens -= 1
 
