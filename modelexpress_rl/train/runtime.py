@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 
+from modelexpress_rl import envs
 from modelexpress_rl.background import Background
 from modelexpress_rl.clock import MONOTONIC, Clock
 from modelexpress_rl.errors import StateError, UsageError
@@ -75,6 +76,11 @@ class TrainerRuntime:
         context = settings.engine_context
         if context is None:
             raise UsageError("engine_context: required without object_storage")
+        if envs.reshard_publish_digest():
+            _log.warning(
+                "MX_RESHARD_PUBLISH_DIGEST: the digests of 0.7's manifests are not made; readers of this "
+                "version verify against tile digests, which are always served"
+            )
         resources = await TrainerResources.open(settings, create_agent)
         ports = PublicationPorts(
             control=control,
