@@ -104,6 +104,10 @@ class Publications:
         What has not drained by then ends as FAILED, and its fences break.
         """
         self._closing = True
+        if (failure := self._ports.background.failure) is not None:
+            self.crashed(failure)  # nothing can be driven to its end any more
+            self._entries.clear()
+            return
         for publication in self.live:
             publication.close()
         with anyio.CancelScope(shield=True):

@@ -219,6 +219,20 @@ class TestStagingTwice:
             assert fences[0] is fences[1]
 
 
+class TestReplicas:
+    async def test_two_ranks_of_one_partition_publish_one_slot(self, job: Job) -> None:
+        await job.orchestrator.create("v1")
+        async with await job.open(weights()) as one, await job.open(weights()) as two:
+            first, second = await one.publish_version("v1"), await two.publish_version("v1")
+            shards = await job.orchestrator.shards("v1")
+            assert {shard.worker_id for shard in shards} == {one.worker_id, two.worker_id}
+            # One of them may leave: the other one keeps the version READY.
+            await within(5, first.release())
+            assert await job.orchestrator.state("v1") == READY
+            assert await job.read("v1") == bytes_of(weights())
+            assert not second.source_reuse_ready.ended
+
+
 class TestMovedTensors:
     async def test_a_bound_tensor_whose_storage_moved_is_named(self, job: Job) -> None:
         torch = pytest.importorskip("torch")
@@ -316,6 +330,25 @@ class TestTheEnd:
             await client.close()
         with pytest.raises(FenceBroken):
             await staged.source_reuse_ready.wait()
+
+    async def test_after_a_crash_of_the_background_calls_say_so_and_close_works(
+        self, job: Job, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await job.orchestrator.create("v1")
+        client = await job.open(weights())
+        staged = await client.publish_version("v1")
+
+        async def crash() -> None:
+            raise RuntimeError("a fault of ours")
+
+        client._background.spawn(crash)
+        with pytest.raises(FenceBroken, match="a fault of ours"):
+            await within(5, staged.source_reuse_ready)
+        with pytest.raises(StateError, match="a background task crashed"):
+            await client.stage_shard("v2")
+        caplog.clear()
+        await client.close()
+        assert "failed" not in caplog.text
 
     async def test_a_control_plane_that_is_not_there_is_an_error_and_leaves_nothing(self, job: Job) -> None:
         with pytest.raises(rpc.Unavailable):
