@@ -13,6 +13,7 @@ at import, and the diagrams are drawn from the same object that decides.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -20,6 +21,9 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from transitions import Machine
+
+# `transitions` logs every callback at INFO: a dozen lines a decision would drown a caller's own log.
+logging.getLogger("transitions.core").setLevel(logging.WARNING)
 
 R = TypeVar("R")
 M = TypeVar("M")

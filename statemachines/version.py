@@ -82,7 +82,12 @@ TABLE: Table[VersionRecord, Moment] = Table(
         ),
         Cell(STAGING, MarkReady, (Row(READY, actions.mark_ready),), (guards.is_in_storage,)),
         *stay((READY,), MarkReady),
-        Cell(READY, AcquireLease, (Row(READY, actions.grant),), (guards.reader_may,)),
+        Cell(
+            READY,
+            AcquireLease,
+            (Row(READY, actions.grant),),
+            (guards.reader_may, guards.lease_id_is_free),
+        ),
         Cell(READY, RenewLease, (Row(READY, actions.grant),), (guards.reader_may, guards.lease_is_live)),
         Cell(
             RELEASING,

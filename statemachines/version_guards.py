@@ -128,10 +128,20 @@ def reader_may(record: VersionRecord, event: AcquireLease | RenewLease, moment: 
         )
 
 
+def lease_id_is_free(record: VersionRecord, event: AcquireLease, moment: Moment) -> None:
+    """Check: no other worker holds the lease id, which is 32 bits of a hash and may collide."""
+    held = record.leases.get(lease_id_of(record.uid, event.worker_id))
+    if held is not None and held.worker_id != event.worker_id and lease.live(held, moment.now_ms):
+        raise _refused(
+            f"lease {held.lease_id} of version {record.uid} is held by worker {held.worker_id}, whose id "
+            f"makes the same lease id as {event.worker_id}: register one of them under another id"
+        )
+
+
 def lease_is_live(record: VersionRecord, event: RenewLease, moment: Moment) -> None:
     """Check: there is a live lease to renew; a lapsed one is never revived."""
     held = record.leases.get(lease_id_of(record.uid, event.worker_id))
-    if held is None or not lease.live(held, moment.now_ms):
+    if held is None or held.worker_id != event.worker_id or not lease.live(held, moment.now_ms):
         raise _refused(f"worker {event.worker_id} holds no live lease on version {record.uid}")
 
 
