@@ -92,7 +92,7 @@ def hear(turn: Turn, call: Call, reply: Reply | None) -> None:
     deadline_ms = call.sent_ms + config.lease_ttl_ms - config.margin_ms
     if call.kind is Kind.RETURN:
         if reply is None:
-            turn.change_generator(i, acquire_from_ms=turn.now_ms + config.call_life_ms)
+            turn.change_generator(i, acquire_from_ms=turn.now_ms + config.call_life_ms + 1)
         else:
             turn.change_generator(i, returning_until_ms=None)
     elif reply is None or reply.refused is not None:

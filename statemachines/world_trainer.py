@@ -7,7 +7,8 @@
 3. `Drained` is said when a released version has answered a withdrawal with "done" or "not found", when
    it is retired, or when every lease that was live at a retraction must have lapsed.
 4. A refused announcement is `AnnounceRefused` only where none before went unanswered.
-5. Under an id that was used before, a process ends that registration before it makes its own.
+5. Being cut off is a condition: what is offered while it lasts is told of it, too.
+6. Under an id that was used before, a process ends that registration before it makes its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from statemachines.publication_records import (
     Draining,
     Event,
     Orphaned,
+    PublicationRecord,
     PublicationState,
     Publish,
     Published,
@@ -74,6 +76,14 @@ def tell(turn: Turn, i: int, event: Event) -> None:
             turn.change_trainer(i, drained_at_ms=None)
         elif isinstance(effect, BreakFences) and isinstance(event, CloseDeadlinePassed):
             turn.change_trainer(i, alive=False)
+    trainer = turn.trainer(i)
+    if trainer.separated and _is_offered(trainer.publication):
+        tell(turn, i, ServerUnreachable(trainer.readers_gone_by_ms))
+
+
+def _is_offered(record: PublicationRecord) -> bool:
+    announcing = isinstance(record.phase, Staged) and record.phase.announcing
+    return announcing or record.state in _OFFERED
 
 
 def _overwrite(turn: Turn, i: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from statemachines.invariants import broken_by, broken_in
+from statemachines.rundown import Rundown
 from statemachines.world import Config, Move, World, moves, start, step
 from statemachines.world_key import key
 
@@ -39,7 +40,7 @@ def explore(
     max_states: int = 10**9,
     max_s: float = 10**9,
     first: World | None = None,
-    each: object = None,
+    rundown: Rundown | None = None,
 ) -> Found:
     """Visit every state within the limits; stop at the first that breaks a promise."""
     begin = start(config) if first is None else first
@@ -57,6 +58,7 @@ def explore(
             broken = tuple(words for one in taken.log for words in broken_by(one))
             if after not in parents:
                 broken += broken_in(taken.after)
+                broken += rundown.broken_in(taken.after) if rundown is not None and not broken else ()
             if broken:
                 return Found(len(parents), steps, depth, False, broken, (*path_to(parents, at), move))
             if after not in parents:
