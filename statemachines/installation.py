@@ -21,7 +21,6 @@ from statemachines.installation_records import (
     Event,
     FetchManifests,
     FreeStaging,
-    Idle,
     Install,
     InstallationRecord,
     InstallationState,
@@ -48,7 +47,7 @@ from statemachines.installation_records import (
     Verified,
     WriteParameters,
 )
-from statemachines.kernel import Action, Cell, Decision, Guard, Reason, Refused, Row, Table, cells, stay
+from statemachines.kernel import Action, Cell, Decision, Reason, Refused, Row, Table, cells, stay
 
 # Checks: why a step is refused.
 
@@ -147,13 +146,14 @@ def lease_is_live(record: InstallationRecord, event: LeaseRenewed, now_ms: int) 
     return now_ms < _leased(record).lease_deadline_ms
 
 
-def rests(kind: type) -> Guard:
-    """A guard: the weights are in this resting state, so that is where a failure leads back to."""
+def rests_serving(record: InstallationRecord, event: Event, now_ms: int) -> bool:
+    """Guard: a version is served, so that is where a failure leads back to."""
+    return isinstance(record.resting, Serving)
 
-    def guard(record: InstallationRecord, event: Event, now_ms: int) -> bool:
-        return isinstance(record.resting, kind)
 
-    return guard
+def rests_uncertain(record: InstallationRecord, event: Event, now_ms: int) -> bool:
+    """Guard: an earlier install failed half-way, and a failure before the next one changes nothing."""
+    return isinstance(record.resting, Uncertain)
 
 
 # Actions.
@@ -278,9 +278,9 @@ _RESTING = (IDLE, SERVING, UNCERTAIN)
 def _back(do: Action) -> tuple[Row, ...]:
     """Rows that lead back to whatever the weights are."""
     return (
-        Row(SERVING, do, rests(Serving)),
-        Row(UNCERTAIN, do, rests(Uncertain)),
-        Row(IDLE, do, rests(Idle)),
+        Row(SERVING, do, rests_serving),
+        Row(UNCERTAIN, do, rests_uncertain),
+        Row(IDLE, do),
     )
 
 
