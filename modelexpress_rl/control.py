@@ -148,6 +148,18 @@ class AsyncModelExpressControlClient:
         answer = await self._retried(partial(self._plane.release_version, request))
         return version_status_from_pb(answer.status)
 
+    async def evict_weight_version(self, version_id: VersionLike) -> VersionStatus:
+        """For an operator: no lease on the version is granted or renewed any more, as of now.
+
+        Readers under way go on until their lease ends, at most one lease TTL. Again is harmless.
+
+        Raises:
+            RpcError: NOT_FOUND; UNIMPLEMENTED from a server of 0.7: use `delete_weight_version`.
+        """
+        request = v1.EvictVersionRequest(version_id=_id(version_id))
+        answer = await self._retried(partial(self._plane.evict_version, request))
+        return version_status_from_pb(answer.status)
+
     async def list_weight_versions(
         self,
         model_name: str | None = None,
@@ -321,6 +333,10 @@ class ModelExpressControlClient:
     ) -> VersionStatus:
         """See `AsyncModelExpressControlClient.release_weight_version`."""
         return self._portal.call(self._client.release_weight_version, version_id, drain_deadline_s)
+
+    def evict_weight_version(self, version_id: VersionLike) -> VersionStatus:
+        """See `AsyncModelExpressControlClient.evict_weight_version`."""
+        return self._portal.call(self._client.evict_weight_version, version_id)
 
     def list_weight_versions(
         self, model_name: str | None = None, states: Iterable[VersionState | str] = ()

@@ -40,6 +40,10 @@ class RefitControlServiceBase(abc.ABC):
         pass
 
     @abc.abstractmethod
+    async def EvictVersion(self, stream: 'grpclib.server.Stream[modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionRequest, modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionResponse]') -> None:
+        pass
+
+    @abc.abstractmethod
     async def RetractShard(self, stream: 'grpclib.server.Stream[modelexpress_rl._pb.modelexpress_rl_pb2.RetractShardRequest, modelexpress_rl._pb.modelexpress_rl_pb2.RetractShardResponse]') -> None:
         pass
 
@@ -53,6 +57,10 @@ class RefitControlServiceBase(abc.ABC):
 
     @abc.abstractmethod
     async def RenewVersionLease(self, stream: 'grpclib.server.Stream[modelexpress_rl._pb.modelexpress_rl_pb2.RenewVersionLeaseRequest, modelexpress_rl._pb.modelexpress_rl_pb2.VersionLeaseResponse]') -> None:
+        pass
+
+    @abc.abstractmethod
+    async def CheckLease(self, stream: 'grpclib.server.Stream[modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseRequest, modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseResponse]') -> None:
         pass
 
     @abc.abstractmethod
@@ -97,6 +105,12 @@ class RefitControlServiceBase(abc.ABC):
                 modelexpress_rl._pb.modelexpress_rl_pb2.ReleaseVersionRequest,
                 modelexpress_rl._pb.modelexpress_rl_pb2.ReleaseVersionResponse,
             ),
+            '/modelexpress_rl.v1.RefitControlService/EvictVersion': grpclib.const.Handler(
+                self.EvictVersion,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionRequest,
+                modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionResponse,
+            ),
             '/modelexpress_rl.v1.RefitControlService/RetractShard': grpclib.const.Handler(
                 self.RetractShard,
                 grpclib.const.Cardinality.UNARY_UNARY,
@@ -120,6 +134,12 @@ class RefitControlServiceBase(abc.ABC):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 modelexpress_rl._pb.modelexpress_rl_pb2.RenewVersionLeaseRequest,
                 modelexpress_rl._pb.modelexpress_rl_pb2.VersionLeaseResponse,
+            ),
+            '/modelexpress_rl.v1.RefitControlService/CheckLease': grpclib.const.Handler(
+                self.CheckLease,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseRequest,
+                modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseResponse,
             ),
             '/modelexpress_rl.v1.RefitControlService/ReportServing': grpclib.const.Handler(
                 self.ReportServing,
@@ -169,6 +189,12 @@ class RefitControlServiceStub:
             modelexpress_rl._pb.modelexpress_rl_pb2.ReleaseVersionRequest,
             modelexpress_rl._pb.modelexpress_rl_pb2.ReleaseVersionResponse,
         )
+        self.EvictVersion = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/modelexpress_rl.v1.RefitControlService/EvictVersion',
+            modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionRequest,
+            modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionResponse,
+        )
         self.RetractShard = grpclib.client.UnaryUnaryMethod(
             channel,
             '/modelexpress_rl.v1.RefitControlService/RetractShard',
@@ -192,6 +218,12 @@ class RefitControlServiceStub:
             '/modelexpress_rl.v1.RefitControlService/RenewVersionLease',
             modelexpress_rl._pb.modelexpress_rl_pb2.RenewVersionLeaseRequest,
             modelexpress_rl._pb.modelexpress_rl_pb2.VersionLeaseResponse,
+        )
+        self.CheckLease = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/modelexpress_rl.v1.RefitControlService/CheckLease',
+            modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseRequest,
+            modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseResponse,
         )
         self.ReportServing = grpclib.client.UnaryUnaryMethod(
             channel,

@@ -484,6 +484,38 @@ class ReleaseVersionResponse(google.protobuf.message.Message):
 global___ReleaseVersionResponse = ReleaseVersionResponse
 
 @typing.final
+class EvictVersionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_ID_FIELD_NUMBER: builtins.int
+    version_id: builtins.str
+    def __init__(
+        self,
+        *,
+        version_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version_id", b"version_id"]) -> None: ...
+
+global___EvictVersionRequest = EvictVersionRequest
+
+@typing.final
+class EvictVersionResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: builtins.int
+    @property
+    def status(self) -> global___VersionStatus: ...
+    def __init__(
+        self,
+        *,
+        status: global___VersionStatus | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
+
+global___EvictVersionResponse = EvictVersionResponse
+
+@typing.final
 class RetractShardRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -642,6 +674,51 @@ class VersionLeaseResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["drain_deadline_unix_ms", b"drain_deadline_unix_ms", "lease", b"lease", "live_publications", b"live_publications", "now_unix_ms", b"now_unix_ms", "state", b"state"]) -> None: ...
 
 global___VersionLeaseResponse = VersionLeaseResponse
+
+@typing.final
+class CheckLeaseRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_ID_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    version_id: builtins.str
+    worker_id: builtins.str
+    lease_id: builtins.str
+    def __init__(
+        self,
+        *,
+        version_id: builtins.str = ...,
+        worker_id: builtins.str = ...,
+        lease_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "version_id", b"version_id", "worker_id", b"worker_id"]) -> None: ...
+
+global___CheckLeaseRequest = CheckLeaseRequest
+
+@typing.final
+class CheckLeaseResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: builtins.int
+    LIVE_LEASES_FIELD_NUMBER: builtins.int
+    NOW_UNIX_MS_FIELD_NUMBER: builtins.int
+    held: builtins.bool
+    now_unix_ms: builtins.int
+    @property
+    def live_leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[modelexpress_rl._pb.refit_pb2.VersionLease]:
+        """Every lease of the version that is live at this answer: the readers that come next are known then."""
+
+    def __init__(
+        self,
+        *,
+        held: builtins.bool = ...,
+        live_leases: collections.abc.Iterable[modelexpress_rl._pb.refit_pb2.VersionLease] | None = ...,
+        now_unix_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held", "live_leases", b"live_leases", "now_unix_ms", b"now_unix_ms"]) -> None: ...
+
+global___CheckLeaseResponse = CheckLeaseResponse
 
 @typing.final
 class ReportServingRequest(google.protobuf.message.Message):

@@ -70,6 +70,11 @@ class RefitControlServiceStub(object):
                 request_serializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.ReleaseVersionRequest.SerializeToString,
                 response_deserializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.ReleaseVersionResponse.FromString,
                 _registered_method=True)
+        self.EvictVersion = channel.unary_unary(
+                '/modelexpress_rl.v1.RefitControlService/EvictVersion',
+                request_serializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.EvictVersionRequest.SerializeToString,
+                response_deserializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.EvictVersionResponse.FromString,
+                _registered_method=True)
         self.RetractShard = channel.unary_unary(
                 '/modelexpress_rl.v1.RefitControlService/RetractShard',
                 request_serializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.RetractShardRequest.SerializeToString,
@@ -89,6 +94,11 @@ class RefitControlServiceStub(object):
                 '/modelexpress_rl.v1.RefitControlService/RenewVersionLease',
                 request_serializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.RenewVersionLeaseRequest.SerializeToString,
                 response_deserializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.VersionLeaseResponse.FromString,
+                _registered_method=True)
+        self.CheckLease = channel.unary_unary(
+                '/modelexpress_rl.v1.RefitControlService/CheckLease',
+                request_serializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.CheckLeaseRequest.SerializeToString,
+                response_deserializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.CheckLeaseResponse.FromString,
                 _registered_method=True)
         self.ReportServing = channel.unary_unary(
                 '/modelexpress_rl.v1.RefitControlService/ReportServing',
@@ -147,6 +157,14 @@ class RefitControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EvictVersion(self, request, context):
+        """For an operator: ReleaseVersion with a drain of 0. No lease is granted or renewed any more, whoever
+        asks; those that are live end by themselves. Repeats are OK; an unknown version is NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RetractShard(self, request, context):
         """A publisher leaves before the version is released: it stops counting at once (the version may
         become DEGRADED), whatever leases are live. A repeat, or an unknown shard of a known version, is
@@ -173,6 +191,14 @@ class RefitControlServiceServicer(object):
     def RenewVersionLease(self, request, context):
         """Renews a live lease and confirms its sources. A lease that lapsed is never revived:
         FAILED_PRECONDITION. So is a renewal past the drain deadline, or on a DEGRADED version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckLease(self, request, context):
+        """For a publisher that serves only those who hold a lease: whether this one is live now. An unknown
+        version is NOT_FOUND; a lease that is unknown, over or held by another worker is held=false.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,6 +244,11 @@ def add_RefitControlServiceServicer_to_server(servicer, server):
                     request_deserializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.ReleaseVersionRequest.FromString,
                     response_serializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.ReleaseVersionResponse.SerializeToString,
             ),
+            'EvictVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictVersion,
+                    request_deserializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.EvictVersionRequest.FromString,
+                    response_serializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.EvictVersionResponse.SerializeToString,
+            ),
             'RetractShard': grpc.unary_unary_rpc_method_handler(
                     servicer.RetractShard,
                     request_deserializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.RetractShardRequest.FromString,
@@ -237,6 +268,11 @@ def add_RefitControlServiceServicer_to_server(servicer, server):
                     servicer.RenewVersionLease,
                     request_deserializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.RenewVersionLeaseRequest.FromString,
                     response_serializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.VersionLeaseResponse.SerializeToString,
+            ),
+            'CheckLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckLease,
+                    request_deserializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.CheckLeaseRequest.FromString,
+                    response_serializer=modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.CheckLeaseResponse.SerializeToString,
             ),
             'ReportServing': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportServing,
@@ -418,6 +454,33 @@ class RefitControlService(object):
             _registered_method=True)
 
     @staticmethod
+    def EvictVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/modelexpress_rl.v1.RefitControlService/EvictVersion',
+            modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.EvictVersionRequest.SerializeToString,
+            modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.EvictVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RetractShard(request,
             target,
             options=(),
@@ -515,6 +578,33 @@ class RefitControlService(object):
             '/modelexpress_rl.v1.RefitControlService/RenewVersionLease',
             modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.RenewVersionLeaseRequest.SerializeToString,
             modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.VersionLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/modelexpress_rl.v1.RefitControlService/CheckLease',
+            modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.CheckLeaseRequest.SerializeToString,
+            modelexpress__rl_dot___pb_dot_modelexpress__rl__pb2.CheckLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,14 @@ class RefitControlServiceStub:
     and may only bring the deadline forward.
     """
 
+    EvictVersion: grpc.UnaryUnaryMultiCallable[
+        modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionRequest,
+        modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionResponse,
+    ]
+    """For an operator: ReleaseVersion with a drain of 0. No lease is granted or renewed any more, whoever
+    asks; those that are live end by themselves. Repeats are OK; an unknown version is NOT_FOUND.
+    """
+
     RetractShard: grpc.UnaryUnaryMultiCallable[
         modelexpress_rl._pb.modelexpress_rl_pb2.RetractShardRequest,
         modelexpress_rl._pb.modelexpress_rl_pb2.RetractShardResponse,
@@ -98,6 +106,14 @@ class RefitControlServiceStub:
     ]
     """Renews a live lease and confirms its sources. A lease that lapsed is never revived:
     FAILED_PRECONDITION. So is a renewal past the drain deadline, or on a DEGRADED version.
+    """
+
+    CheckLease: grpc.UnaryUnaryMultiCallable[
+        modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseRequest,
+        modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseResponse,
+    ]
+    """For a publisher that serves only those who hold a lease: whether this one is live now. An unknown
+    version is NOT_FOUND; a lease that is unknown, over or held by another worker is held=false.
     """
 
     ReportServing: grpc.UnaryUnaryMultiCallable[
@@ -152,6 +168,14 @@ class RefitControlServiceAsyncStub:
     and may only bring the deadline forward.
     """
 
+    EvictVersion: grpc.aio.UnaryUnaryMultiCallable[
+        modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionRequest,
+        modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionResponse,
+    ]
+    """For an operator: ReleaseVersion with a drain of 0. No lease is granted or renewed any more, whoever
+    asks; those that are live end by themselves. Repeats are OK; an unknown version is NOT_FOUND.
+    """
+
     RetractShard: grpc.aio.UnaryUnaryMultiCallable[
         modelexpress_rl._pb.modelexpress_rl_pb2.RetractShardRequest,
         modelexpress_rl._pb.modelexpress_rl_pb2.RetractShardResponse,
@@ -179,6 +203,14 @@ class RefitControlServiceAsyncStub:
     ]
     """Renews a live lease and confirms its sources. A lease that lapsed is never revived:
     FAILED_PRECONDITION. So is a renewal past the drain deadline, or on a DEGRADED version.
+    """
+
+    CheckLease: grpc.aio.UnaryUnaryMultiCallable[
+        modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseRequest,
+        modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseResponse,
+    ]
+    """For a publisher that serves only those who hold a lease: whether this one is live now. An unknown
+    version is NOT_FOUND; a lease that is unknown, over or held by another worker is held=false.
     """
 
     ReportServing: grpc.aio.UnaryUnaryMultiCallable[
@@ -246,6 +278,16 @@ class RefitControlServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def EvictVersion(
+        self,
+        request: modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionResponse, collections.abc.Awaitable[modelexpress_rl._pb.modelexpress_rl_pb2.EvictVersionResponse]]:
+        """For an operator: ReleaseVersion with a drain of 0. No lease is granted or renewed any more, whoever
+        asks; those that are live end by themselves. Repeats are OK; an unknown version is NOT_FOUND.
+        """
+
+    @abc.abstractmethod
     def RetractShard(
         self,
         request: modelexpress_rl._pb.modelexpress_rl_pb2.RetractShardRequest,
@@ -280,6 +322,16 @@ class RefitControlServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[modelexpress_rl._pb.modelexpress_rl_pb2.VersionLeaseResponse, collections.abc.Awaitable[modelexpress_rl._pb.modelexpress_rl_pb2.VersionLeaseResponse]]:
         """Renews a live lease and confirms its sources. A lease that lapsed is never revived:
         FAILED_PRECONDITION. So is a renewal past the drain deadline, or on a DEGRADED version.
+        """
+
+    @abc.abstractmethod
+    def CheckLease(
+        self,
+        request: modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseResponse, collections.abc.Awaitable[modelexpress_rl._pb.modelexpress_rl_pb2.CheckLeaseResponse]]:
+        """For a publisher that serves only those who hold a lease: whether this one is live now. An unknown
+        version is NOT_FOUND; a lease that is unknown, over or held by another worker is held=false.
         """
 
     @abc.abstractmethod

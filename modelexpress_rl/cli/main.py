@@ -27,6 +27,9 @@ class Subcommand:
 SUBCOMMANDS = (
     Subcommand("serve", "modelexpress_rl.cli.serve", "run the control plane"),
     Subcommand(
+        "evict", "modelexpress_rl.cli.evict", "end a version now: no lease is granted or renewed any more"
+    ),
+    Subcommand(
         "demo",
         "modelexpress_rl.cli.demo.command",
         "a trainer refits generators, step after step, and the bytes are proven",

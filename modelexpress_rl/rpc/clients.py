@@ -110,6 +110,7 @@ class ControlPlane(Client):
     release_version = Unary(
         CONTROL_SERVICE, "ReleaseVersion", v1.ReleaseVersionRequest, v1.ReleaseVersionResponse
     )
+    evict_version = Unary(CONTROL_SERVICE, "EvictVersion", v1.EvictVersionRequest, v1.EvictVersionResponse)
     retract_shard = Unary(CONTROL_SERVICE, "RetractShard", v1.RetractShardRequest, v1.RetractShardResponse)
     unregister_worker = Unary(
         CONTROL_SERVICE, "UnregisterWorker", v1.UnregisterWorkerRequest, v1.UnregisterWorkerResponse
@@ -120,6 +121,7 @@ class ControlPlane(Client):
     renew_version_lease = Unary(
         CONTROL_SERVICE, "RenewVersionLease", v1.RenewVersionLeaseRequest, v1.VersionLeaseResponse
     )
+    check_lease = Unary(CONTROL_SERVICE, "CheckLease", v1.CheckLeaseRequest, v1.CheckLeaseResponse)
     report_serving = Unary(
         CONTROL_SERVICE, "ReportServing", v1.ReportServingRequest, v1.ReportServingResponse
     )

@@ -76,6 +76,11 @@ def release(drain_ms: int, retention_ms: int) -> Command:
     return Command(lambda record, moment: Release(drain_ms, retention_ms), why="released by request")
 
 
+def evict(retention_ms: int) -> Command:
+    """An operator wants the version gone: nothing is renewed any more."""
+    return Command(lambda record, moment: Release(0, retention_ms), why="evicted by an operator")
+
+
 def supersede(newer: str, drain_ms: int, retention_ms: int) -> Command:
     """The model's policy keeps newer versions only."""
     return Command(

@@ -33,6 +33,8 @@ CAPABILITIES = (
     "retract",
     "unregister",
     "serving-reports",
+    "evict",
+    "check-lease",
 )
 PAGE_DEFAULT = 100
 PAGE_MOST = 1000
@@ -132,6 +134,12 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
         return v1.ReleaseVersionResponse(status=wire.status_out(await self._registry.view(uid)))
 
     @unary
+    async def EvictVersion(self, request: v1.EvictVersionRequest, context: Any) -> v1.EvictVersionResponse:
+        uid = wire.version_id_in(request.version_id)
+        await self._registry.command(uid, commands.evict(self._settings.retention_ms))
+        return v1.EvictVersionResponse(status=wire.status_out(await self._registry.view(uid)))
+
+    @unary
     async def RetractShard(self, request: v1.RetractShardRequest, context: Any) -> v1.RetractShardResponse:
         uid = wire.version_id_in(request.version_id)
         slot_id, worker_id = wire.slot_id_in(request.source_slot_id), wire.worker_id_in(request.worker_id)
@@ -168,6 +176,18 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
         lease_id = wire.lease_id_in(request.lease_id)
         command = commands.renew(lease_id, worker_id, self._lease_ttl_ms(request.ttl_ms))
         return _lease_answer(await self._registry.command(uid, command), worker_id)
+
+    @unary
+    async def CheckLease(self, request: v1.CheckLeaseRequest, context: Any) -> v1.CheckLeaseResponse:
+        uid, worker_id = wire.version_id_in(request.version_id), wire.worker_id_in(request.worker_id)
+        lease_id = wire.lease_id_in(request.lease_id)
+        found = await self._registry.view(uid)
+        live_now = live_leases(found.record, found.moment.now_ms)
+        return v1.CheckLeaseResponse(
+            held=any((held.lease_id, held.worker_id) == (lease_id, worker_id) for held in live_now),
+            live_leases=[wire.lease_out(uid, held) for held in live_now],
+            now_unix_ms=found.moment.now_ms,
+        )
 
     @unary
     async def ReportServing(self, request: v1.ReportServingRequest, context: Any) -> v1.ReportServingResponse:
