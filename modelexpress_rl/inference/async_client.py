@@ -27,6 +27,7 @@ from modelexpress_rl.inference.pull import Pull, PullSettings
 from modelexpress_rl.inference.sources import VersionSources
 from modelexpress_rl.inference.staging import Arena
 from modelexpress_rl.inference.tasks import run_to_end, run_under
+from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.timing import RefitRecord, RefitTimings
 from modelexpress_rl.transport.port import Agent
 from modelexpress_rl.version import WeightVersion, WeightVersionRef
@@ -66,7 +67,12 @@ class AsyncModelExpressGeneratorClient:
 
     @classmethod
     async def initialize(
-        cls, config: ModelExpressGeneratorConfig, *, agent: Agent | None = None, clock: Clock = MONOTONIC
+        cls,
+        config: ModelExpressGeneratorConfig,
+        *,
+        agent: Agent | None = None,
+        clock: Clock = MONOTONIC,
+        network: Network = GRPC,
     ) -> Self:
         """Register with the control plane and start the transport.
 
@@ -76,7 +82,7 @@ class AsyncModelExpressGeneratorClient:
             UsageError: the configuration is not acceptable, or the engine can't take its weights so.
             RpcError: the control plane refuses, or can't be reached.
         """
-        return cls(await GeneratorParts.open(GeneratorSettings.of(config), agent, clock))
+        return cls(await GeneratorParts.open(GeneratorSettings.of(config), agent, clock, network))
 
     async def __aenter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from modelexpress_rl.inference.session import GeneratorSession
 from modelexpress_rl.inference.sources import SourceFetcher
 from modelexpress_rl.inference.staging import StagingPool
 from modelexpress_rl.rpc import ControlPlane, TokenFile, parse_address
+from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.transport.port import Agent
 
 
@@ -37,7 +38,9 @@ class GeneratorParts:
     closing: contextlib.AsyncExitStack
 
     @classmethod
-    async def open(cls, settings: GeneratorSettings, agent: Agent | None, clock: Clock) -> Self:
+    async def open(
+        cls, settings: GeneratorSettings, agent: Agent | None, clock: Clock, network: Network = GRPC
+    ) -> Self:
         """Open all of it; a failure on the way closes what was opened.
 
         Raises:
@@ -47,7 +50,7 @@ class GeneratorParts:
         owner = f"generator {settings.worker_id}"
         async with contextlib.AsyncExitStack() as stack:
             planning = Planning(settings.engine_context.create_adapter(), owner)
-            control = await stack.enter_async_context(_control_plane(settings))
+            control = await stack.enter_async_context(_control_plane(settings, network))
             if agent is None:
                 agent = await _nixl_agent(f"{owner.replace(' ', '-')}")
                 stack.push_async_callback(agent.aclose)
@@ -55,7 +58,7 @@ class GeneratorParts:
             stack.push_async_callback(background.aclose)
             pool = StagingPool(agent, background)
             stack.push_async_callback(pool.aclose)
-            fetcher = SourceFetcher(rpc_timeout_s=settings.rpc_timeout_s)
+            fetcher = SourceFetcher(rpc_timeout_s=settings.rpc_timeout_s, network=network)
             stack.push_async_callback(fetcher.aclose)
             session = GeneratorSession(
                 control,
@@ -90,9 +93,9 @@ class GeneratorParts:
         await self.closing.aclose()
 
 
-def _control_plane(settings: GeneratorSettings) -> ControlPlane:
+def _control_plane(settings: GeneratorSettings, network: Network) -> ControlPlane:
     token_path = envs.auth_token_path()
-    return ControlPlane(
+    return network.control_plane(
         parse_address(settings.server_url, what=settings.server_url_name),
         rpc_timeout_s=settings.rpc_timeout_s,
         credentials=None if token_path is None else TokenFile(token_path),

@@ -34,6 +34,7 @@ from modelexpress_rl.reshard.geometry import Source
 from modelexpress_rl.reshard.merge import SourceManifest
 from modelexpress_rl.rpc import NotFound, RpcError, Unimplemented, WorkerEndpoint, parse_address
 from modelexpress_rl.rpc import errors as rpc_errors
+from modelexpress_rl.rpc.network import GRPC, Network
 from statemachines.ids import VersionId, WorkerId
 
 _log = logging.getLogger(__name__)
@@ -96,9 +97,11 @@ class SourceFetcher:
         *,
         rpc_timeout_s: float,
         connect: Callable[[str], WorkerEndpoint] | None = None,
+        network: Network = GRPC,
     ) -> None:
         self._rpc_timeout_s = rpc_timeout_s
         self._connect = connect or self._dial
+        self._network = network
         self._endpoints: dict[str, WorkerEndpoint] = {}
         self._manifests: Recent[str, manifests.Manifest] = Recent()
         self._limiter = anyio.CapacityLimiter(CONCURRENT_FETCHES)
@@ -240,7 +243,7 @@ class SourceFetcher:
         return self._endpoints[address]
 
     def _dial(self, address: str) -> WorkerEndpoint:
-        return WorkerEndpoint(
+        return self._network.worker_endpoint(
             parse_address(address, what="manifest_endpoint"), rpc_timeout_s=self._rpc_timeout_s
         )
 

@@ -16,6 +16,7 @@ from modelexpress_rl.background import Background
 from modelexpress_rl.blocking import Portal
 from modelexpress_rl.clock import MONOTONIC, Clock
 from modelexpress_rl.rpc import ControlPlane, TokenFile
+from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.rpc.registration import Registration
 from modelexpress_rl.train.config import ModelExpressTrainerConfig
 from modelexpress_rl.train.fences import BlockingFence, Fence
@@ -109,6 +110,7 @@ class AsyncModelExpressTrainerClient:
         *,
         clock: Clock = MONOTONIC,
         create_agent: AgentFactory = nixl_agent,
+        network: Network = GRPC,
     ) -> Self:
         """Start what the config asks for and register this worker; a failure closes what was opened.
 
@@ -118,7 +120,7 @@ class AsyncModelExpressTrainerClient:
         """
         settings = resolve(config or ModelExpressTrainerConfig())
         token_path = envs.auth_token_path()
-        control = ControlPlane(
+        control = network.control_plane(
             settings.address,
             rpc_timeout_s=settings.rpc_timeout_s,
             credentials=None if token_path is None else TokenFile(token_path),
@@ -136,7 +138,13 @@ class AsyncModelExpressTrainerClient:
             background = await Background.start(f"trainer {settings.worker_id}")
             opened.push_async_callback(background.aclose)
             runtime = await TrainerRuntime.open(
-                settings, control, registration, background, clock=clock, create_agent=create_agent
+                settings,
+                control,
+                registration,
+                background,
+                clock=clock,
+                create_agent=create_agent,
+                network=network,
             )
             background.on_crash = runtime.crashed
             opened.push_async_callback(runtime.close)

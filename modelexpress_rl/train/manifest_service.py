@@ -15,7 +15,7 @@ from modelexpress_rl._pb import modelexpress_rl_grpc, refit_grpc
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import UsageError
-from modelexpress_rl.rpc.endpoint import EndpointServer
+from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.train.adapter import TileDigests, WeightVersionShardManifest
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ class ManifestService:
     `advertised_host` is what readers dial. `port` 0 lets the kernel choose.
     """
 
-    def __init__(self, advertised_host: str, *, port: int = 0) -> None:
+    def __init__(self, advertised_host: str, *, port: int = 0, network: Network = GRPC) -> None:
         self._host = advertised_host
         self._served: dict[tuple[str, str], ServedShard] = {}
         services = (_Manifests(self._served), _Digests(self._served))
         # A loopback address is meant for this host only; any other may stand for any interface.
-        self._server = EndpointServer(services, host=_interface(advertised_host), port=port)
+        self._server = network.endpoint_server(services, host=_interface(advertised_host), port=port)
         self._port = port
 
     @property

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 import anyio
 
+from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.train.manifest_service import ManifestService
 from modelexpress_rl.transport.port import Agent
 
@@ -50,13 +51,15 @@ class TrainerResources:
         self.service = service
 
     @classmethod
-    async def open(cls, where: WhereToListen, create_agent: AgentFactory = nixl_agent) -> TrainerResources:
+    async def open(
+        cls, where: WhereToListen, create_agent: AgentFactory = nixl_agent, network: Network = GRPC
+    ) -> TrainerResources:
         """Start both; where the second fails the first is closed.
 
         Raises:
             UsageError: a configured port is taken, or the transport isn't installed.
         """
-        service = ManifestService(where.host, port=where.grpc_port)
+        service = ManifestService(where.host, port=where.grpc_port, network=network)
         await service.start()
         try:
             agent = await create_agent(where)

@@ -14,6 +14,7 @@ from modelexpress_rl.clock import MONOTONIC, Clock
 from modelexpress_rl.errors import StateError, UsageError
 from modelexpress_rl.object_storage import ObjectStorageConfig
 from modelexpress_rl.rpc import ControlPlane
+from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.rpc.registration import MARGIN_MS, Registration
 from modelexpress_rl.timing import RefitRecord, RefitTimings
 from modelexpress_rl.train.fences import Fence
@@ -64,6 +65,7 @@ class TrainerRuntime:
         *,
         clock: Clock = MONOTONIC,
         create_agent: AgentFactory = nixl_agent,
+        network: Network = GRPC,
         build_canonical: Callable[[ObjectStorageConfig], PublishMethod] = build_canonical_method,
     ) -> TrainerRuntime:
         """Build the method that the settings ask for; a failure on the way closes what was opened.
@@ -81,7 +83,7 @@ class TrainerRuntime:
                 "MX_RESHARD_PUBLISH_DIGEST: the digests of 0.7's manifests are not made; readers of this "
                 "version verify against tile digests, which are always served"
             )
-        resources = await TrainerResources.open(settings, create_agent)
+        resources = await TrainerResources.open(settings, create_agent, network)
         ports = PublicationPorts(
             control=control,
             registration=registration,
