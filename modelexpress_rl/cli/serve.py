@@ -8,12 +8,12 @@ import signal
 
 import anyio
 
+from modelexpress_rl import logs
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.server.app import serving
 from modelexpress_rl.server.settings import Settings
 from modelexpress_rl.server.stores import open_store
 
-_LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
@@ -54,7 +54,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="release a model's versions that are older than its K newest READY ones (0: never)",
     )
-    parser.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="(%(default)s)")
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve Prometheus metrics, /healthz and /readyz here, 0 for a free port (off)",
+    )
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="(%(default)s)")
+    parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help="(%(default)s)")
 
 
 def span_ms(text: str) -> int:
@@ -79,28 +86,35 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: a setting makes no sense, the port is taken, or the store can't be opened.
     """
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    if not 0 <= options.port <= 65_535:
-        raise UsageError(f"--port must be between 0 and 65535, not {options.port}")
+    logs.configure(options.log_format, options.log_level)
+    for name, port in (("--port", options.port), ("--metrics-port", options.metrics_port or 0)):
+        if not 0 <= port <= 65_535:
+            raise UsageError(f"{name} must be between 0 and 65535, not {port}")
     settings = Settings(
         drain_deadline_ms=options.drain_deadline,
         retention_ms=options.retention,
         max_lease_ttl_ms=options.max_lease_ttl,
         keep_last=options.keep_last,
     )
-    anyio.run(_serve, options.host, options.port, options.store, settings)
+    anyio.run(_serve, options, settings)
     return 0
 
 
-async def _serve(host: str, port: int, store_address: str, settings: Settings) -> None:
+async def _serve(options: argparse.Namespace, settings: Settings) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        store = open_store(store_address)
+        store = open_store(options.store)
         try:
-            async with serving(store, host=host, port=port, settings=settings) as running:
-                # The one line on stdout: whoever started the process reads the address from it.
-                print(f"mx-rl serve: listening on {running.address} (store {store_address})", flush=True)
+            async with serving(
+                store,
+                host=options.host,
+                port=options.port,
+                settings=settings,
+                metrics_port=options.metrics_port,
+            ) as running:
+                if running.metrics_port is not None:
+                    print(f"mx-rl serve: metrics on {options.host}:{running.metrics_port}", flush=True)
+                # The last line on stdout: whoever started the process reads the address from it.
+                print(f"mx-rl serve: listening on {running.address} (store {options.store})", flush=True)
                 async for number in signals:
                     logging.getLogger(__name__).info("%s: stopping", signal.Signals(number).name)
                     break

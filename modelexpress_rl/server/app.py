@@ -14,12 +14,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from modelexpress_rl import tracing
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import modelexpress_rl_pb2_grpc, refit_pb2_grpc
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.server.clock import Clock, SystemClock
 from modelexpress_rl.server.expiry import Expiry
+from modelexpress_rl.server.observed_rpcs import ObservedRpcs
+from modelexpress_rl.server.observed_store import observed
+from modelexpress_rl.server.observer import NOBODY
+from modelexpress_rl.server.ops import observer_for, serving_ops
+from modelexpress_rl.server.ops_http import listen
+from modelexpress_rl.server.readiness import Readiness
 from modelexpress_rl.server.registry import Registry
 from modelexpress_rl.server.service import RefitService
 from modelexpress_rl.server.service_v1 import RefitControlService
@@ -35,8 +42,6 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 STOP_GRACE_S = 5.0
 
 OPTIONS = (
-    # With it two servers could share a port, and each would get some of the requests.
-    ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A peer that is gone without a goodbye is noticed within 30 s; clients may ping every 5 s.
@@ -57,6 +62,8 @@ class Running:
     registry: Registry
     expiry: Expiry
     hub: WatchHub
+    readiness: Readiness
+    metrics_port: int | None = None
 
     @property
     def address(self) -> str:
@@ -73,28 +80,49 @@ async def serving(
     port: int = 0,
     settings: Settings | None = None,
     clock: Clock | None = None,
+    metrics_port: int | None = None,
+    share_port: bool = False,
 ) -> AsyncIterator[Running]:
     """Serve `store` while the context lasts; port 0 lets the kernel choose.
 
     At the end no new call is accepted, watchers are told, calls in progress have 5 s. The store is the
-    caller's to close.
+    caller's to close. With `metrics_port` (0: the kernel's choice) the host also answers `/metrics`,
+    `/healthz` and `/readyz` there. `share_port` is for the processes of one supervisor, which has made
+    sure that nobody else has the port.
 
     Raises:
-        UsageError: the port can't be bound.
+        UsageError: a port can't be bound, or the metrics' library is missing.
     """
-    server = grpc.aio.server(options=OPTIONS)
-    bound = _bind(server, host, port)  # outside the task groups, which would wrap the error
-    async with Registry.running(store, settings) as registry, anyio.create_task_group() as tasks:
+    observer = observer_for(metrics_port)
+    watched = observer is not NOBODY or tracing.active()
+    # Otherwise two servers could share a port, and each would get some of the requests.
+    options = (*OPTIONS, ("grpc.so_reuseport", int(share_port)))
+    server = grpc.aio.server(options=options, interceptors=[ObservedRpcs(observer)])
+    # Ports are bound outside of the task groups, which would wrap the error.
+    bound = _bind(server, host, port)
+    metrics_socket = None if metrics_port is None else listen(host, metrics_port)
+    if watched:
+        store = observed(store, observer)
+    async with (
+        Registry.running(store, settings, observer) as registry,
+        anyio.create_task_group() as tasks,
+    ):
         hub = WatchHub(registry)
-        expiry = Expiry(registry, clock or SystemClock())
+        expiry = Expiry(registry, clock or SystemClock(), observer)
         await tasks.start(hub.run)
         tasks.start_soon(expiry.run)
         health = await _add_services(server, registry, hub)
+        readiness = Readiness(store, health, ("", REFIT, CONTROL), observer)
+        await readiness.begin()
+        tasks.start_soon(readiness.run)
         await server.start()
         try:
-            yield Running(host, bound, registry, expiry, hub)
+            ops = serving_ops(metrics_socket, observer, registry, hub, readiness)
+            async with ops as ops_port:
+                yield Running(host, bound, registry, expiry, hub, readiness, ops_port)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(STOP_GRACE_S + 2):
+                readiness.stop()
                 await health.enter_graceful_shutdown()
                 hub.close()
                 await server.stop(STOP_GRACE_S)
@@ -110,8 +138,6 @@ async def _add_services(
     )
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    for name in ("", REFIT, CONTROL):
-        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
     reflection.enable_server_reflection((REFIT, CONTROL, health_name, reflection.SERVICE_NAME), server)
     return health

@@ -13,6 +13,7 @@ import anyio
 
 from modelexpress_rl.errors import ModelExpressError
 from modelexpress_rl.server.clock import Clock
+from modelexpress_rl.server.observer import NOBODY, Observer
 from modelexpress_rl.server.registry import Registry
 from statemachines.ids import VersionId, WorkerId
 
@@ -32,10 +33,11 @@ _FAR_MS = 1 << 62
 class Expiry:
     """The loop; `run_once` is one round of it."""
 
-    def __init__(self, registry: Registry, clock: Clock) -> None:
+    def __init__(self, registry: Registry, clock: Clock, observer: Observer = NOBODY) -> None:
         self._registry = registry
         self._store = registry.store
         self._clock = clock
+        self._observer = observer
         self._wakes_at_ms = 0
         self._earlier = anyio.Event()
         self._claims_at_ms = 0
@@ -62,6 +64,7 @@ class Expiry:
         """
         now_ms = await self._store.now_ms()
         failed = False
+        await self._tell_lag(now_ms)
         while due := await self._store.due_versions(now_ms, BATCH):
             failed = not await self._each(due, self._settle)
             if failed or len(due) < BATCH:
@@ -82,6 +85,10 @@ class Expiry:
         pause_ms = LONGEST_SLEEP_MS if wake_ms is None else min(max(wake_ms - now_ms, 0), LONGEST_SLEEP_MS)
         self._wakes_at_ms = now_ms + pause_ms
         return pause_ms
+
+    async def _tell_lag(self, now_ms: int) -> None:
+        wake_ms = await self._store.next_wake_ms()
+        self._observer.expiry_lagged(0.0 if wake_ms is None else max(now_ms - wake_ms, 0) / 1000)
 
     def _armed(self, wake_at_ms: int | None) -> None:
         if wake_at_ms is not None and wake_at_ms < self._wakes_at_ms:

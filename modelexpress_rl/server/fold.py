@@ -46,7 +46,10 @@ Answer: TypeAlias = Outcome | Refused
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A group decided: the entry to commit, what to perform then, an answer per command."""
+    """A group decided: the entry to commit, what to perform then, an answer per command.
+
+    `came_from` is the state that the entry had before.
+    """
 
     entry: VersionEntry
     changed: bool
@@ -54,6 +57,7 @@ class Fold:
     answers: tuple[Answer, ...]
     wake_at_ms: int | None
     valid_until_ms: int | None
+    came_from: VersionState
 
 
 def settled(entry: VersionEntry, moment: Moment) -> tuple[VersionEntry, tuple[Effect, ...]]:
@@ -86,6 +90,7 @@ def fold(entry: VersionEntry, commands: Sequence[Command], moment: Moment) -> Fo
         tuple(answers),
         version.wake_at_ms(current.record, moment),
         _valid_until_ms(entry.record, moment),
+        entry.record.state,
     )
 
 

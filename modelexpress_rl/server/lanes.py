@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
+from modelexpress_rl import logs, tracing
 from modelexpress_rl.server.fold import Answer, Command, Fold, Outcome, fold, unknown
+from modelexpress_rl.server.observer import NOBODY, Observer
 from modelexpress_rl.server.stores.port import Committed, Store, StoreUnavailable
 from statemachines.ids import VersionId
 from statemachines.version import Moment, VersionState
@@ -34,6 +38,7 @@ class _Waiting:
     done: anyio.Event = field(default_factory=anyio.Event)
     answer: Answer | Exception | None = None
     abandoned: bool = False
+    caller: Any = None
 
 
 @dataclass(slots=True, eq=False)
@@ -81,12 +86,14 @@ class Lanes:
         timeout_s: float,
         perform: Callable[[Fold], None],
         armed: Callable[[int | None], None],
+        observer: Observer = NOBODY,
     ) -> None:
         self._store = store
         self._tasks = tasks
         self._timeout_s = timeout_s
         self._perform = perform
         self._armed = armed
+        self._observer = observer
         self._lanes: dict[VersionId, _Lane] = {}
         self.counts = LaneCounts()
 
@@ -102,7 +109,7 @@ class Lanes:
             Refused: it must not be carried out.
             StoreUnavailable: it could not be committed in time; it may still be.
         """
-        waiting = _Waiting(command)
+        waiting = _Waiting(command, caller=tracing.here())
         self._enter(uid, waiting)
         try:
             with anyio.move_on_after(self._timeout_s + 1):
@@ -126,6 +133,7 @@ class Lanes:
 
     async def _drain(self, uid: VersionId, lane: _Lane) -> None:
         """Commit group after group, until nothing waits and the lane's history no longer matters."""
+        logs.only(version_id=uid)  # this task began in the context of its first caller
         while True:
             if not lane.waiting:
                 lane.arrived = anyio.Event()
@@ -154,10 +162,11 @@ class Lanes:
         committed = False
         self.counts.groups += 1
         self.counts.largest_group = max(self.counts.largest_group, len(group))
+        self._observer.group_decided(len(group))
         stopping = StoreUnavailable("the server is stopping: the change may or may not have been made")
         answers: tuple[Answer | Exception, ...] = (stopping,) * len(group)
         try:
-            with anyio.fail_after(self._timeout_s):
+            with anyio.fail_after(self._timeout_s), _span(uid, group):
                 answers, committed = await self._commit(uid, [one.command for one in group])
         except TimeoutError:
             answers = (_too_slow(self._timeout_s),) * len(group)
@@ -201,12 +210,22 @@ class Lanes:
             )
             if isinstance(result, Committed):
                 self.counts.commits += 1
+                self._observer.committed()
                 self._armed(folded.wake_at_ms)
                 self._perform(folded)
                 return folded.answers, True
             self.counts.conflicts += 1
+            self._observer.conflicted()
             attempt += 1
             await anyio.sleep(random.random() * min(0.002 * attempt, 0.05))
+
+
+def _span(uid: VersionId, group: list[_Waiting]) -> AbstractContextManager[Any]:
+    """One span for the group, linked to the spans of those who wait for it."""
+    if not tracing.active():
+        return nullcontext()
+    attributes: dict[str, str | int] = {"mx.version_id": uid, "mx.group_size": len(group)}
+    return tracing.span("commit group", attributes=attributes, links=[one.caller for one in group])
 
 
 def _too_slow(timeout_s: float) -> StoreUnavailable:

@@ -19,9 +19,10 @@ from modelexpress_rl.errors import ModelExpressError
 from modelexpress_rl.server import commands, creation
 from modelexpress_rl.server.fold import Command, Fold, Outcome
 from modelexpress_rl.server.lanes import Lanes
+from modelexpress_rl.server.observer import NOBODY, Observer
 from modelexpress_rl.server.policy import superseded
 from modelexpress_rl.server.settings import Settings
-from modelexpress_rl.server.stores.port import Place, Store, StoreUnavailable
+from modelexpress_rl.server.stores.port import Place, Store, StoreUnavailable, VersionEntry
 from modelexpress_rl.server.views import View, view, views
 from modelexpress_rl.server.workers import Workers
 from statemachines.ids import ModelName, VersionId
@@ -39,29 +40,40 @@ T = TypeVar("T")
 class Registry:
     """Commands and reads of versions, and `workers`; use `Registry.running`."""
 
-    def __init__(self, store: Store, settings: Settings, tasks: TaskGroup) -> None:
+    def __init__(
+        self, store: Store, settings: Settings, tasks: TaskGroup, observer: Observer = NOBODY
+    ) -> None:
         self.store = store
         self.settings = settings
         self._tasks = tasks
         self._listeners: list[Callable[[int | None], None]] = []
         self.lanes = Lanes(
-            store, tasks, timeout_s=settings.command_timeout_s, perform=self._perform, armed=self._armed
+            store,
+            tasks,
+            timeout_s=settings.command_timeout_s,
+            perform=self._perform,
+            armed=self._armed,
+            observer=observer,
         )
         self.workers = Workers(store, settings, lost=self._worker_lost, armed=self._armed)
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, store: Store, settings: Settings | None = None) -> AsyncIterator[Registry]:
+    async def running(
+        cls, store: Store, settings: Settings | None = None, observer: Observer = NOBODY
+    ) -> AsyncIterator[Registry]:
         """A registry whose tasks live as long as the context."""
         async with anyio.create_task_group() as tasks:
             try:
-                yield cls(store, settings or Settings(), tasks)
+                yield cls(store, settings or Settings(), tasks, observer)
             finally:
                 tasks.cancel_scope.cancel()
 
     async def create(self, uid: VersionId | None, spec: VersionSpec) -> View:
         """Create a version, or answer the record of an equal request; see `creation.create`."""
         found, is_new = await self._bounded(creation.create(self.store, uid, spec, self.settle))
+        if is_new:
+            _tell(found.entry, "new")
         if is_new and found.record.state is VersionState.READY:
             self._after_ready(ModelReady(spec.model_name, found.record.uid))
         return found
@@ -124,6 +136,8 @@ class Registry:
     # event of the same kind where the server dies before it is done.
 
     def _perform(self, folded: Fold) -> None:
+        if folded.entry.record.state is not folded.came_from:
+            _tell(folded.entry, folded.came_from.value)
         for effect in folded.effects:
             if isinstance(effect, ModelReady):
                 self._after_ready(effect)
@@ -167,3 +181,11 @@ class Registry:
             _LOG.warning("after the commit that concerned %s: %s", " ".join(about), error)
         except Exception:  # noqa: BLE001 - an effect must not end the server
             _LOG.exception("after the commit that concerned %s", " ".join(about))
+
+
+def _tell(entry: VersionEntry, came_from: str) -> None:
+    """A line in the log for each state that a version enters."""
+    record = entry.record
+    ids = {"version_id": record.uid, "model_name": record.spec.model_name, "state": record.state.value}
+    reason = f" ({entry.reason})" if entry.reason else ""
+    _LOG.info("version %s: %s -> %s%s", record.uid, came_from, record.state.value, reason, extra=ids)
