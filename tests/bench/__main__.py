@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tests.bench.result import Result
 
-NAMES = ("refit",)
+NAMES = ("refit", "control")
 
 
 def main() -> None:
@@ -41,7 +41,9 @@ def _print(result: Result) -> None:
     for column in ("figure", "value", "goal"):
         table.add_column(column, justify="right" if column == "value" else "left")
     for name, value in result.figures.items():
-        table.add_row(name, f"{value:.3f}", result.goals.get(name, ""))
+        by_kind = value if isinstance(value, dict) else {"": value}
+        for kind, figure in by_kind.items():
+            table.add_row(f"{name} {kind}".strip(), f"{figure:.3f}", result.goals.get(name, ""))
     Console().print(table)
 
 

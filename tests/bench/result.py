@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Figures by name (units in the names), and what they were measured on."""
+    """Figures by name (units in the names; some by kind), and what they were measured on."""
 
     title: str
-    figures: dict[str, float]
+    figures: Mapping[str, float | dict[str, float]]
     goals: dict[str, str] = field(default_factory=dict)
     conditions: str = field(default_factory=lambda: machine())
 
