@@ -154,6 +154,56 @@ def auth_token_path() -> str | None:
     return _text("MX_AUTH_TOKEN_PATH")
 
 
+def tls_ca() -> str | None:
+    """MX_TLS_CA: a file with the CAs to trust, of the control plane and of workers; else the system's."""
+    return _text("MX_TLS_CA")
+
+
+def tls_cert() -> str | None:
+    """MX_TLS_CERT: a file with the certificate to present to servers that demand one."""
+    return _text("MX_TLS_CERT")
+
+
+def tls_key() -> str | None:
+    """MX_TLS_KEY: a file with the key of MX_TLS_CERT."""
+    return _text("MX_TLS_KEY")
+
+
+def tls_server_name() -> str | None:
+    """MX_TLS_SERVER_NAME: the name that the control plane's certificate must hold; else the dialled host."""
+    return _text("MX_TLS_SERVER_NAME")
+
+
+def tls_worker_name() -> str | None:
+    """MX_TLS_WORKER_NAME: the name that workers' certificates must hold; else the host that is dialled."""
+    return _text("MX_TLS_WORKER_NAME")
+
+
+def worker_tls_cert() -> str | None:
+    """MX_WORKER_TLS_CERT: a file with the certificate of this worker's endpoint, which then speaks TLS."""
+    return _text("MX_WORKER_TLS_CERT")
+
+
+def worker_tls_key() -> str | None:
+    """MX_WORKER_TLS_KEY: a file with the key of MX_WORKER_TLS_CERT."""
+    return _text("MX_WORKER_TLS_KEY")
+
+
+def worker_tls_client_ca() -> str | None:
+    """MX_WORKER_TLS_CLIENT_CA: a file with the CAs of which readers of this worker need a certificate."""
+    return _text("MX_WORKER_TLS_CLIENT_CA")
+
+
+def worker_auth_token_path() -> str | None:
+    """MX_WORKER_AUTH_TOKEN_PATH: a file with the tokens that workers demand of readers, and readers send."""
+    return _text("MX_WORKER_AUTH_TOKEN_PATH")
+
+
+def manifest_require_lease() -> bool:
+    """MX_MANIFEST_REQUIRE_LEASE (0): hand manifests only to readers that hold a live lease."""
+    return _bool("MX_MANIFEST_REQUIRE_LEASE", default=False)
+
+
 def local_rank() -> int | None:
     """LOCAL_RANK: the device index."""
     return _optional_int("LOCAL_RANK")

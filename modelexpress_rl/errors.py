@@ -44,6 +44,10 @@ class VersionGone(PeerError):
     """The version was released, retired or forgotten; it will not come back under this life."""
 
 
+class AccessDenied(ModelExpressError):
+    """Another process does not let us in: a certificate, a token or a lease; the message says which."""
+
+
 class TryAgainError(ModelExpressError):
     """The operation may succeed when it is tried again."""
 

@@ -10,7 +10,9 @@ import anyio
 
 from modelexpress_rl import logs
 from modelexpress_rl.errors import UsageError
+from modelexpress_rl.server import security
 from modelexpress_rl.server.app import serving
+from modelexpress_rl.server.security import ServerSecurity
 from modelexpress_rl.server.settings import Settings
 from modelexpress_rl.server.stores import open_store
 
@@ -60,8 +62,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="serve Prometheus metrics, /healthz and /readyz here, 0 for a free port (off)",
     )
+    _add_security(parser)
     parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="(%(default)s)")
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help="(%(default)s)")
+
+
+def _add_security(parser: argparse.ArgumentParser) -> None:
+    options = (
+        (security.CERT, "tls_cert", "certificate chain (PEM): callers then need TLS"),
+        (security.KEY, "tls_key", "its key (PEM, unencrypted)"),
+        (security.CLIENT_CA, "tls_client_ca", "CAs (PEM) of which every caller needs a certificate"),
+        (security.TOKENS, "auth_token_file", "tokens, one a line, of which every caller needs one"),
+    )
+    for option, name, text in options:
+        parser.add_argument(option, dest=name, metavar="FILE", help=f"{text}; read again when it changes")
+    parser.add_argument(
+        security.INSECURE,
+        action="store_true",
+        help="listen beyond this host although callers need not prove who they are",
+    )
+
+
+def security_of(options: argparse.Namespace) -> ServerSecurity:
+    """What the options ask for; also whether they allow to listen on `--host`.
+
+    Raises:
+        UsageError: they contradict each other, a file can't be used, or the host may not be listened on.
+    """
+    asked = ServerSecurity.of(
+        cert=options.tls_cert,
+        key=options.tls_key,
+        client_ca=options.tls_client_ca,
+        token_file=options.auth_token_file,
+        insecure=options.insecure,
+    )
+    asked.require_safe(options.host)
+    return asked
 
 
 def span_ms(text: str) -> int:
@@ -96,11 +132,11 @@ def run(options: argparse.Namespace) -> int:
         max_lease_ttl_ms=options.max_lease_ttl,
         keep_last=options.keep_last,
     )
-    anyio.run(_serve, options, settings)
+    anyio.run(_serve, options, settings, security_of(options))
     return 0
 
 
-async def _serve(options: argparse.Namespace, settings: Settings) -> None:
+async def _serve(options: argparse.Namespace, settings: Settings, asked: ServerSecurity) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         store = open_store(options.store)
         try:
@@ -110,6 +146,7 @@ async def _serve(options: argparse.Namespace, settings: Settings) -> None:
                 port=options.port,
                 settings=settings,
                 metrics_port=options.metrics_port,
+                security=asked,
             ) as running:
                 if running.metrics_port is not None:
                     print(f"mx-rl serve: metrics on {options.host}:{running.metrics_port}", flush=True)

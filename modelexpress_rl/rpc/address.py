@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from modelexpress_rl.errors import UsageError
 
@@ -18,6 +18,8 @@ class Address:
     host: str
     port: int
     secure: bool = False
+    scheme: str | None = field(default=None, compare=False, repr=False)
+    """As it was written, so that "without TLS" can be told from "nothing was said"."""
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -40,7 +42,7 @@ def parse_address(text: str, *, what: str = "address") -> Address:
         raise UsageError(f"{what}: {text!r} is ambiguous; write an IPv6 address as [address]:port")
     if not (colon and _is_host(host) and _is_port(port)):
         raise UsageError(f"{what}: {text!r} is not an address; expected {_ACCEPTED}")
-    return Address(host, int(port), secure=scheme in _SECURE)
+    return Address(host, int(port), secure=scheme in _SECURE, scheme=scheme)
 
 
 def _split_scheme(text: str) -> tuple[str | None, str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from ssl import SSLContext
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from ssl import SSLContext, SSLError
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
 import anyio
 import grpc
@@ -21,10 +21,11 @@ from google.protobuf.message import Message
 from grpclib.config import Configuration
 from grpclib.const import Cardinality, Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
+from grpclib.protocol import H2Protocol
 from h2.exceptions import H2Error
 
 from modelexpress_rl.errors import StateError
-from modelexpress_rl.rpc import errors
+from modelexpress_rl.rpc import errors, tls
 from modelexpress_rl.rpc.address import Address
 from modelexpress_rl.rpc.auth import Credentials, NoCredentials
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
 T = TypeVar("T")
+
+Metadata: TypeAlias = Mapping[str, str | bytes]
+"""Headers of one call; a name that ends in `-bin` has bytes."""
 
 MAX_MESSAGE_BYTES = 512 * 2**20
 """The largest message that a client accepts; a manifest of a huge model has some tens of MiB."""
@@ -62,12 +66,14 @@ class Client:
         rpc_timeout_s: float = 30.0,
         credentials: Credentials | None = None,
         ssl_context: SSLContext | None = None,
+        server_name: str | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.address = address
         self.rpc_timeout_s = rpc_timeout_s
         self._credentials = credentials or NoCredentials()
-        self._ssl = ssl_context or (True if address.secure else None)
+        self._ssl = ssl_context or (tls.client_context() if address.secure else None)
+        self._server_name = server_name or self._expected_name()
         self._max_message_bytes = max_message_bytes
         self._channel: grpclib.client.Channel | None = None
         self._heard = 0
@@ -88,13 +94,21 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def call(self, method: Unary[Q, A], request: Q, timeout_s: float | None) -> A:
-        """One unary call; see `Unary`."""
+    async def call(
+        self, method: Unary[Q, A], request: Q, timeout_s: float | None, metadata: Metadata | None = None
+    ) -> A:
+        """One unary call; see `Unary`. A token that is refused is read again, in case it was rotated."""
         timeout_s = self.rpc_timeout_s if timeout_s is None else timeout_s
-        metadata = self._credentials.metadata()
-        return await _in_own_task(self._call(method, request, timeout_s, metadata))
+        sent = {**(metadata or {}), **self._credentials.metadata()}
+        try:
+            return await _in_own_task(self._call(method, request, timeout_s, sent))
+        except errors.Unauthenticated:
+            if not self._credentials.refused():
+                raise
+        sent |= self._credentials.metadata()
+        return await _in_own_task(self._call(method, request, timeout_s, sent))
 
-    async def _call(self, method: Unary[Q, A], request: Q, timeout_s: float, metadata: dict[str, str]) -> A:
+    async def _call(self, method: Unary[Q, A], request: Q, timeout_s: float, metadata: Metadata) -> A:
         channel, heard_before = self._dial(), self._heard
         sent = False
         call = channel.request(
@@ -113,8 +127,8 @@ class Client:
                 self._limit_incoming(stream)
                 answer = await stream.recv_message()
         except Exception as error:
+            cause = self._cause(channel, call, error)
             self._judge(channel, error, silent=self._heard == heard_before)
-            cause = _status_of(call, error)
             raise self._translated(cause, method.name, timeout_s, sent=sent) from error
         self._heard += 1
         if answer is None:
@@ -140,7 +154,7 @@ class Client:
         method: ServerStream[Q, A],
         request: Q,
         silence_s: float,
-        metadata: dict[str, str],
+        metadata: Metadata,
         queue: asyncio.Queue[A | errors.RpcError | None],
     ) -> None:
         heard_before, sent = self._heard, False
@@ -167,8 +181,10 @@ class Client:
                     await queue.put(message)
                     heard_before = self._heard
         except Exception as error:  # noqa: BLE001 (it goes to the iterator, translated)
+            cause = self._cause(channel, call, error)
             self._judge(channel, error, silent=self._heard == heard_before)
-            cause = _status_of(call, error)
+            if isinstance(cause, GRPCError) and cause.status is Status.UNAUTHENTICATED:
+                self._credentials.refused()
             await queue.put(self._translated(cause, method.name, silence_s, sent=sent))
         else:
             await queue.put(None)
@@ -177,15 +193,30 @@ class Client:
         if self._closed:
             raise StateError(f"the client of {self.address} is closed")
         if self._channel is None:
-            self._channel = grpclib.client.Channel(
+            self._channel = _Channel(
                 self.address.host,
                 self.address.port,
                 ssl=self._ssl,
                 config=Configuration(
-                    http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES
+                    http2_connection_window_size=_WINDOW_BYTES,
+                    http2_stream_window_size=_WINDOW_BYTES,
+                    ssl_target_name_override=self._server_name,
                 ),
             )
         return self._channel
+
+    def _expected_name(self) -> str | None:
+        """The name that the peer's certificate must hold; None: the host that is dialled."""
+        return None
+
+    def _cause(
+        self, channel: grpclib.client.Channel, call: grpclib.client.Stream[Any, Any], error: Exception
+    ) -> Exception:
+        """What really went wrong, where grpclib tells something else."""
+        lost_by = getattr(channel._protocol, "lost_by", None)
+        if isinstance(error, StreamTerminatedError) and isinstance(lost_by, SSLError):
+            return lost_by
+        return _status_of(call, error)
 
     def _judge(self, channel: grpclib.client.Channel, error: Exception, *, silent: bool) -> None:
         """Drops the channel where it broke, or said nothing to any call until this one's deadline."""
@@ -228,10 +259,39 @@ class Client:
             code, details = grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
         elif isinstance(error, (OSError, StreamTerminatedError, H2Error, AttributeError)):
             # AttributeError: grpclib deletes parts of a connection that it closes under a call.
+            if words := tls.explained(error, self._server_name or self.address.host):
+                return errors.TlsError(
+                    grpc.StatusCode.UNAVAILABLE, words, method=method, address=address, outcome_unknown=False
+                )
             code, details = grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__
+            if isinstance(error, StreamTerminatedError) and not self._heard:
+                details += _doubt(self._ssl)
         else:
             code, details = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
         return errors.rpc_error(code, details, method=method, address=address, outcome_unknown=sent)
+
+
+class _Channel(grpclib.client.Channel):
+    def _protocol_factory(self) -> H2Protocol:
+        made = super()._protocol_factory()
+        return _Connection(made.handler, made.config, made.h2_config)
+
+
+class _Connection(H2Protocol):
+    """A connection that remembers by what it was lost: a TLS 1.3 server refuses after the handshake."""
+
+    lost_by: BaseException | None = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.lost_by = exc
+        super().connection_lost(exc)
+
+
+def _doubt(ssl_context: SSLContext | None) -> str:
+    """What may be meant by a connection that ends before anything was ever heard."""
+    if ssl_context is None:
+        return " (where the server speaks TLS, the address must begin with https://)"
+    return f" (does the server demand a client certificate, {tls.CERT_VARIABLE}?)"
 
 
 class _TooLarge(Exception):

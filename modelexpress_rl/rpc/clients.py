@@ -10,6 +10,7 @@ from typing import Self
 from modelexpress_rl import envs
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
+from modelexpress_rl.rpc import tls
 from modelexpress_rl.rpc.address import parse_address
 from modelexpress_rl.rpc.auth import TokenFile
 from modelexpress_rl.rpc.channel import Client
@@ -42,6 +43,11 @@ class ControlPlane(Client):
             rpc_timeout_s=rpc_timeout_s,
             credentials=TokenFile(token_path) if token_path else None,
         )
+
+    def _expected_name(self) -> str | None:
+        if not self.address.secure and self.address.scheme is None:
+            tls.require_none(str(self.address))
+        return envs.tls_server_name()
 
     create_weight_version = Unary(
         REFIT_SERVICE,
@@ -129,6 +135,9 @@ class ControlPlane(Client):
 
 class WorkerEndpoint(Client):
     """A trainer process's manifests, and digests where it is one of ours."""
+
+    def _expected_name(self) -> str | None:
+        return envs.tls_worker_name()
 
     get_weight_version_shard_manifest = Unary(
         WORKER_SERVICE,

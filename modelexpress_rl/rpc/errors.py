@@ -65,6 +65,10 @@ class Unavailable(RpcError, errors.Unavailable):
     """The peer could not be reached, or the connection broke."""
 
 
+class TlsError(Unavailable):
+    """The certificates of a connection suit one of its sides not; trying again at once is no use."""
+
+
 class DeadlineExceeded(RpcError, errors.DeadlineExceeded):
     """No answer within the call's deadline."""
 
@@ -89,8 +93,16 @@ class InvalidArgument(RpcError, errors.UsageError):
     """The request can never be accepted."""
 
 
-class Unauthenticated(RpcError):
+class ResourceExhausted(RpcError):
+    """A quota of the server is used up, or a message is too large; the message says which."""
+
+
+class Unauthenticated(RpcError, errors.AccessDenied):
     """The bearer token is missing or wrong."""
+
+
+class PermissionDenied(RpcError, errors.AccessDenied):
+    """The server knows who asks, and does not give it; a trainer asks for a lease, for example."""
 
 
 class Unimplemented(RpcError):
@@ -105,7 +117,9 @@ _CLASSES: dict[grpc.StatusCode, type[RpcError]] = {
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
     grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
 }
 

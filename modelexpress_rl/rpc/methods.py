@@ -8,7 +8,7 @@ from typing import Generic, TypeVar, overload
 
 from google.protobuf.message import Message
 
-from modelexpress_rl.rpc.channel import Client
+from modelexpress_rl.rpc.channel import Client, Metadata
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -40,14 +40,20 @@ class BoundUnary(Generic[Q, A]):
         self._client = client
         self._method = method
 
-    async def __call__(self, request: Q, *, timeout_s: float | None = None) -> A:
+    async def __call__(
+        self, request: Q, *, timeout_s: float | None = None, metadata: Metadata | None = None
+    ) -> A:
         """Sends `request` and returns the answer; the client's `rpc_timeout_s` bounds it by default.
+
+        `metadata` are headers of this call alone.
 
         Raises:
             RpcError: every failure, as the subclass of its status.
             UsageError: the token file can't be read.
         """
-        return await self._client.call(self._method, request, timeout_s)
+        if metadata is None:
+            return await self._client.call(self._method, request, timeout_s)
+        return await self._client.call(self._method, request, timeout_s, metadata)
 
 
 class ServerStream(Generic[Q, A]):

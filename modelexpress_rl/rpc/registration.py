@@ -29,7 +29,7 @@ from modelexpress_rl.clock import MONOTONIC, Clock
 from modelexpress_rl.errors import TryAgainError, UsageError
 from modelexpress_rl.rpc.clients import ControlPlane
 from modelexpress_rl.rpc.errors import RpcError, Unimplemented
-from modelexpress_rl.rpc.retry import Backoff
+from modelexpress_rl.rpc.retry import Backoff, worth_trying_again
 from statemachines.publication import readers_gone_by_ms
 
 _log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Registration:
             except RpcError as error:
                 failures += 1
                 delay_s = _BACKOFF.delay_s(failures, self._rng)
-                if not isinstance(error, TryAgainError) or self._clock.now_ms() + delay_s * 1000 >= end_ms:
+                if not worth_trying_again(error) or self._clock.now_ms() + delay_s * 1000 >= end_ms:
                     raise
             await self._clock.sleep(delay_s)
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import anyio
 
 from modelexpress_rl.errors import TryAgainError
-from modelexpress_rl.rpc.errors import RpcError
+from modelexpress_rl.rpc.errors import RpcError, TlsError
 
 T = TypeVar("T")
 
@@ -44,13 +44,18 @@ DEFAULT_BACKOFF = Backoff()
 _rng = random.Random()
 
 
+def worth_trying_again(error: RpcError) -> bool:
+    """Whether the moment was wrong, and not the call, nor a certificate."""
+    return isinstance(error, TryAgainError) and not isinstance(error, TlsError)
+
+
 async def retry(
     call: Callable[[float], Awaitable[T]],
     *,
     total_s: float,
     attempt_s: float | None = None,
     backoff: Backoff = DEFAULT_BACKOFF,
-    should_retry: Callable[[RpcError], bool] = lambda error: isinstance(error, TryAgainError),
+    should_retry: Callable[[RpcError], bool] = worth_trying_again,
     on_failure: Callable[[RpcError], None] | None = None,
     rng: random.Random = _rng,
     now: Callable[[], float] = anyio.current_time,

@@ -28,6 +28,7 @@ from modelexpress_rl.server.ops import observer_for, serving_ops
 from modelexpress_rl.server.ops_http import listen
 from modelexpress_rl.server.readiness import Readiness
 from modelexpress_rl.server.registry import Registry
+from modelexpress_rl.server.security import PLAIN, ServerSecurity
 from modelexpress_rl.server.service import RefitService
 from modelexpress_rl.server.service_v1 import RefitControlService
 from modelexpress_rl.server.settings import Settings
@@ -82,13 +83,14 @@ async def serving(
     clock: Clock | None = None,
     metrics_port: int | None = None,
     share_port: bool = False,
+    security: ServerSecurity = PLAIN,
 ) -> AsyncIterator[Running]:
     """Serve `store` while the context lasts; port 0 lets the kernel choose.
 
     At the end no new call is accepted, watchers are told, calls in progress have 5 s. The store is the
     caller's to close. With `metrics_port` (0: the kernel's choice) the host also answers `/metrics`,
     `/healthz` and `/readyz` there. `share_port` is for the processes of one supervisor, which has made
-    sure that nobody else has the port.
+    sure that nobody else has the port. `security` says what callers have to prove.
 
     Raises:
         UsageError: a port can't be bound, or the metrics' library is missing.
@@ -97,9 +99,10 @@ async def serving(
     watched = observer is not NOBODY or tracing.active()
     # Otherwise two servers could share a port, and each would get some of the requests.
     options = (*OPTIONS, ("grpc.so_reuseport", int(share_port)))
-    server = grpc.aio.server(options=options, interceptors=[ObservedRpcs(observer)])
+    interceptors = [ObservedRpcs(observer), *security.interceptors(observer)]
+    server = grpc.aio.server(options=options, interceptors=interceptors)
     # Ports are bound outside of the task groups, which would wrap the error.
-    bound = _bind(server, host, port)
+    bound = _bind(server, host, port, security)
     metrics_socket = None if metrics_port is None else listen(host, metrics_port)
     if watched:
         store = observed(store, observer)
@@ -143,10 +146,10 @@ async def _add_services(
     return health
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, security: ServerSecurity) -> int:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return server.add_insecure_port(address)
+        return security.add_port(server, address)
     except RuntimeError as error:
         raise UsageError(
             f"can't listen on {address}: the port is taken, or the address is not one of this host's"
