@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -24,22 +24,34 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # They write headers at DEBUG, and with them the bearer token.
 _TALKATIVE = ("hpack", "h2", "grpclib")
 
-_about: ContextVar[dict[str, str]] = ContextVar("modelexpress_rl_log_fields", default={})  # noqa: B039
+Fields = Callable[[], dict[str, str]]
+_about: ContextVar[Fields] = ContextVar("modelexpress_rl_log_fields", default=dict)
 
 
 @contextmanager
 def about(**fields: str) -> Iterator[None]:
     """Give everything that is logged inside these fields; blank ones are left out."""
-    token = _about.set({**_about.get(), **{name: value for name, value in fields.items() if value}})
+    present = {**_about.get()(), **{name: value for name, value in fields.items() if value}}
+    token = _about.set(lambda: present)
     try:
         yield
     finally:
         _about.reset(token)
 
 
+def about_lazily(fields: Fields) -> Token[Fields]:
+    """As `about`, for code that every call passes: `fields` is called only when something is logged."""
+    return _about.set(fields)
+
+
+def no_longer_about(token: Token[Fields]) -> None:
+    """End what `about_lazily` began."""
+    _about.reset(token)
+
+
 def only(**fields: str) -> None:
     """Give everything that this task logs from now on these fields and no others."""
-    _about.set(fields)
+    _about.set(lambda: fields)
 
 
 def configure(form: str, level: str, stream: TextIO | None = None) -> None:
@@ -80,5 +92,5 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    present = {**_about.get(), **{name: value for name, value in vars(record).items() if name in FIELDS}}
+    present = {**_about.get()(), **{name: value for name, value in vars(record).items() if name in FIELDS}}
     return {name: present[name] for name in FIELDS if name in present}

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from modelexpress_rl.errors import TryAgainError
+from modelexpress_rl.server.stores.port import Stopping
 from statemachines.kernel import Reason, Refused
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ async def _abort(error: Exception, rpc: str, context: Context) -> None:
     if isinstance(error, Refused):
         await context.abort(CODES[error.reason], error.message)
     if isinstance(error, TryAgainError):
-        _LOG.warning("%s: %s", rpc, error)
+        _LOG.log(logging.DEBUG if isinstance(error, Stopping) else logging.WARNING, "%s: %s", rpc, error)
         await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
     _LOG.error("%s failed", rpc, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"{rpc} failed inside the server; its log says why")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,6 +26,13 @@ _STORE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 _GROUP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
+@dataclass(slots=True)
+class _OfMethod:
+    in_flight: Gauge
+    duration_s: Histogram
+    ended: dict[str, Counter] = field(default_factory=dict[str, Counter])
+
+
 class Metrics(Observer):
     """Counts what it hears; `exposition` writes it down, with a census of the store."""
 
@@ -33,6 +41,8 @@ class Metrics(Observer):
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         self._census: Census | None = None
+        self._methods: dict[str, _OfMethod] = {}
+        self._operations: dict[str, Histogram] = {}
         registry.register(_CensusCollector(lambda: self._census))
         self._rpcs = Counter("mx_rl_rpcs", "RPCs that ended", ["method", "code"], registry=registry)
         self._rpc_s = Histogram(
@@ -81,13 +91,25 @@ class Metrics(Observer):
         return generate_latest(self._registry)
 
     def rpc_began(self, method: str) -> None:
-        self._in_flight.labels(method).inc()
+        self._of_method(method).in_flight.inc()
 
     def rpc_ended(self, method: str, code: str, duration_s: float, *, stream: bool) -> None:
-        self._in_flight.labels(method).dec()
-        self._rpcs.labels(method, code).inc()
+        of_method = self._of_method(method)
+        of_method.in_flight.dec()
+        ended = of_method.ended.get(code)
+        if ended is None:
+            ended = of_method.ended[code] = self._rpcs.labels(method, code)
+        ended.inc()
         if not stream:
-            self._rpc_s.labels(method).observe(duration_s)
+            of_method.duration_s.observe(duration_s)
+
+    def _of_method(self, method: str) -> _OfMethod:
+        """The series of a method; looking them up by label costs more than counting."""
+        found = self._methods.get(method)
+        if found is None:
+            found = _OfMethod(self._in_flight.labels(method), self._rpc_s.labels(method))
+            self._methods[method] = found
+        return found
 
     def group_decided(self, size: int) -> None:
         self._group.observe(size)
@@ -102,7 +124,10 @@ class Metrics(Observer):
         self._expiry_lag.set(lag_s)
 
     def store_answered(self, operation: str, duration_s: float, *, failed: bool) -> None:
-        self._store_s.labels(operation).observe(duration_s)
+        series = self._operations.get(operation)
+        if series is None:
+            series = self._operations[operation] = self._store_s.labels(operation)
+        series.observe(duration_s)
         if failed:
             self._store_errors.labels(operation).inc()
 

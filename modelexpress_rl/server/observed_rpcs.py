@@ -1,16 +1,15 @@
 """An interceptor that tells of every RPC: to the observer, to the trace that the caller began, to the log.
 
-It is the outermost one, so that what another interceptor refuses is counted too.
+It is the outermost one, so that what another interceptor refuses is counted too. It is on the way of every
+call, so it does little: ids are looked for only when something is logged or traced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from time import perf_counter
 from typing import Any
 
 import grpc
@@ -38,86 +37,101 @@ class ObservedRpcs(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The handler of the method, with us around it; None where there is no such method."""
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
         path: str = handler_call_details.method
         known = self._wrapped.get(path)
-        if known is None or known[0] is not handler:
-            known = self._wrapped[path] = (handler, self._wrap(path, handler))
-        return known[1]
+        if known is not None and known[0] is handler:
+            return known[1]
+        if handler is None:
+            return None
+        wrapped = self._wrap(path, handler)
+        self._wrapped[path] = (handler, wrapped)
+        return wrapped
 
     def _wrap(self, path: str, handler: Any) -> Any:
         method = path.rpartition(".")[2]  # Service/Method
         quiet = path.removeprefix("/").startswith(_PROBES)
         if handler.unary_unary is not None:
-            behaviour = handler.unary_unary
-
-            async def unary(request: Any, context: Any) -> Any:
-                with self._observed(method, request, context, stream=False, quiet=quiet):
-                    return await behaviour(request, context)
-
             return grpc.unary_unary_rpc_method_handler(
-                unary, handler.request_deserializer, handler.response_serializer
+                self._unary(method, handler.unary_unary, quiet),
+                handler.request_deserializer,
+                handler.response_serializer,
             )
         if handler.unary_stream is not None:
-            streamed: Callable[[Any, Any], AsyncIterator[Any]] = handler.unary_stream
-
-            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                with self._observed(method, request, context, stream=True, quiet=quiet):
-                    async for response in streamed(request, context):
-                        yield response
-
             return grpc.unary_stream_rpc_method_handler(
-                stream, handler.request_deserializer, handler.response_serializer
+                self._stream(method, handler.unary_stream, quiet),
+                handler.request_deserializer,
+                _shared(handler.response_serializer),
             )
         return handler
 
-    @contextmanager
-    def _observed(
-        self, method: str, request: Any, context: Any, *, stream: bool, quiet: bool
-    ) -> Iterator[None]:
-        ids = _ids(request)
-        call = _Call(method)
-        self._observer.rpc_began(method)
-        try:
-            # A stream is suspended in the contexts of others: neither fields nor a span may stay set there.
-            if stream or quiet:
-                yield
-            else:
-                with logs.about(rpc=method, **ids), _span(method, ids, context):
-                    yield
-        except BaseException as error:
-            call.code = _code_of(error, context)
-            raise
-        finally:
-            took_s = time.perf_counter() - call.began_s
-            self._observer.rpc_ended(method, call.code, took_s, stream=stream)
-            if not quiet:
-                _log(method, call.code, took_s, ids, slow=not stream and took_s >= SLOW_S)
+    def _unary(self, method: str, behaviour: Any, quiet: bool) -> Any:
+        observer = self._observer
+
+        async def unary(request: Any, context: Any) -> Any:
+            began_s, code = perf_counter(), "OK"
+            observer.rpc_began(method)
+            token = logs.about_lazily(lambda: {"rpc": method, **ids_of(request)})
+            try:
+                if quiet or not tracing.active():
+                    return await behaviour(request, context)
+                with _span(method, request, context):
+                    return await behaviour(request, context)
+            except BaseException as error:
+                code = _code_of(error, context)
+                raise
+            finally:
+                took_s = perf_counter() - began_s
+                observer.rpc_ended(method, code, took_s, stream=False)
+                if not quiet:
+                    _log(method, code, took_s, slow=took_s >= SLOW_S)
+                logs.no_longer_about(token)
+
+        return unary
+
+    def _stream(self, method: str, behaviour: Callable[[Any, Any], AsyncIterator[Any]], quiet: bool) -> Any:
+        observer = self._observer
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            began_s, code = perf_counter(), "OK"
+            observer.rpc_began(method)
+            # Each call has a task of its own, so what is set here ends with it.
+            logs.about_lazily(lambda: {"rpc": method, **ids_of(request)})
+            try:
+                async for response in behaviour(request, context):
+                    yield response
+            except BaseException as error:
+                code = _code_of(error, context)
+                raise
+            finally:
+                took_s = perf_counter() - began_s
+                observer.rpc_ended(method, code, took_s, stream=True)
+                if not quiet:
+                    _log(method, code, took_s, slow=False)
+
+        return stream
 
 
-@dataclass(slots=True)
-class _Call:
-    method: str
-    code: str = "OK"
-    began_s: float = 0.0
+def _shared(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """What is already in bytes, because a thousand watchers get it, is sent as it is."""
 
-    def __post_init__(self) -> None:
-        self.began_s = time.perf_counter()
+    def serialized(response: Any) -> bytes:
+        encoded: Callable[[], bytes] | None = getattr(response, "encoded", None)
+        return serialize(response) if encoded is None else encoded()
+
+    return serialized
 
 
-def _span(method: str, ids: dict[str, str], context: Any) -> Any:
-    if not tracing.active():
-        return tracing.span(method)
+def _span(method: str, request: Any, context: Any) -> Any:
     carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    attributes = {"rpc.system": "grpc", "rpc.method": method, **{f"mx.{key}": ids[key] for key in ids}}
+    ids = {f"mx.{name}": value for name, value in ids_of(request).items()}
+    attributes = {"rpc.system": "grpc", "rpc.method": method, **ids}
     return tracing.span(method, kind="SERVER", attributes=attributes, carrier=carrier)
 
 
-def _log(method: str, code: str, took_s: float, ids: dict[str, str], *, slow: bool) -> None:
+def _log(method: str, code: str, took_s: float, *, slow: bool) -> None:
     level = logging.WARNING if slow else logging.DEBUG
     if _LOG.isEnabledFor(level):
-        extra = {"rpc": method, "code": code, "duration_ms": round(took_s * 1000, 3), **ids}
+        extra = {"code": code, "duration_ms": round(took_s * 1000, 3)}
         _LOG.log(level, "%s: %s after %.1f ms", method, code, took_s * 1000, extra=extra)
 
 
@@ -130,7 +144,7 @@ def _code_of(error: BaseException, context: Any) -> str:
     return _NAMES.get(code, "UNKNOWN") if code else "UNKNOWN"
 
 
-def _ids(request: Any) -> dict[str, str]:
+def ids_of(request: Any) -> dict[str, str]:
     """The version and the worker that a request names, wherever it has them."""
     names = request.DESCRIPTOR.fields_by_name
     ids: dict[str, str] = {}
@@ -142,5 +156,5 @@ def _ids(request: Any) -> dict[str, str]:
         ids["worker_id"] = request.worker_id
     for name in ("shard", "worker"):
         if name in names and names[name].message_type is not None:
-            ids |= _ids(getattr(request, name))
-    return ids
+            ids |= ids_of(getattr(request, name))
+    return {name: value for name, value in ids.items() if value}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from modelexpress_rl.errors import ModelExpressError, UsageError
@@ -14,6 +13,7 @@ from modelexpress_rl.server.observer import NOBODY, Observer
 from modelexpress_rl.server.ops_http import Answer, serving_http
 from modelexpress_rl.server.readiness import Readiness
 from modelexpress_rl.server.registry import Registry
+from modelexpress_rl.server.release import server_version
 from modelexpress_rl.server.watch import WatchHub
 
 if TYPE_CHECKING:
@@ -72,14 +72,6 @@ async def serving_ops(
     routes = {"/metrics": metrics, "/healthz": alive, "/readyz": ready}
     async with serving_http(listener, routes) as bound:
         yield bound
-
-
-def server_version() -> str:
-    """The installed release."""
-    try:
-        return version("modelexpress-rl")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _introduce(metrics: Metrics, registry: Registry, hub: WatchHub) -> None:

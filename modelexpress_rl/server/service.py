@@ -76,7 +76,8 @@ class RefitService(refit_pb2_grpc.RefitServiceServicer):
         uid, shard = wire.shard_in(request.shard)
         outcome = await self._registry.command(uid, commands.publish(shard))
         return refit.CreateWeightVersionShardResponse(
-            shard=wire.shard_out(uid, shard), version=wire.version_out(outcome.after)
+            shard=wire.shard_out(uid, shard),
+            version=wire.version_out(outcome.after, brief=wire.wants_brief(context.invocation_metadata())),
         )
 
     @unary

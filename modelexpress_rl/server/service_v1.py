@@ -8,8 +8,7 @@ import base64
 import binascii
 import json
 from collections.abc import AsyncIterator
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import modelexpress_rl_pb2_grpc
@@ -17,6 +16,7 @@ from modelexpress_rl.server import commands, wire
 from modelexpress_rl.server.answers import stream, unary
 from modelexpress_rl.server.fold import Outcome
 from modelexpress_rl.server.registry import Registry
+from modelexpress_rl.server.release import server_version
 from modelexpress_rl.server.settings import MAX_SPAN_MS
 from modelexpress_rl.server.stores.port import Place
 from modelexpress_rl.server.views import View
@@ -53,7 +53,7 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
     async def GetServerInfo(self, request: v1.GetServerInfoRequest, context: Any) -> v1.GetServerInfoResponse:
         store = self._registry.store
         return v1.GetServerInfoResponse(
-            server_version=_server_version(),
+            server_version=server_version(),
             store_kind=store.kind,
             store_id=store.store_id,
             max_lease_ttl_seconds=self._settings.max_lease_ttl_ms // 1000,
@@ -73,8 +73,9 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
             wait_for_creation=request.wait_for_creation,
             heartbeat_ms=self._heartbeat_ms(request.heartbeat_ms),
         )
-        async for status in statuses:
-            yield v1.WatchVersionResponse(status=status)
+        async for told in statuses:
+            # The interceptor's serializer knows it: its bytes are made once for all watchers.
+            yield cast(v1.WatchVersionResponse, told or v1.WatchVersionResponse())
 
     @stream
     async def WatchModel(
@@ -238,10 +239,3 @@ def _place_in(token: str) -> Place | None:
         return Place(ModelName(model_name), sequence)
     except (ValueError, TypeError, RecursionError, binascii.Error) as error:
         raise wire.invalid(f"page_token {token[:80]!r} is not one that this service gave") from error
-
-
-def _server_version() -> str:
-    try:
-        return version("modelexpress-rl")
-    except PackageNotFoundError:
-        return "unknown"

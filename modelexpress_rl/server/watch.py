@@ -7,6 +7,7 @@ heartbeats. `follow_version` and `follow_model` are the streams of our service.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from modelexpress_rl.errors import ModelExpressError
 from modelexpress_rl.server import wire
 from modelexpress_rl.server.fold import unknown
 from modelexpress_rl.server.registry import Registry
-from modelexpress_rl.server.stores.port import Place, Resync, StoreUnavailable
+from modelexpress_rl.server.stores.port import Place, Resync, Stopping, StoreUnavailable
 from statemachines.ids import ModelName, VersionId
 from statemachines.kernel import Refused
 from statemachines.version import VersionState
@@ -29,9 +30,40 @@ _LOG = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 PAGE = 100
+LATELY_S = 1.0
 _QUIET = (v1.VERSION_STATE_STAGING, v1.VERSION_STATE_READY)
 
 K = TypeVar("K", VersionId, ModelName)
+
+
+class Told:
+    """A status as every watcher of it gets it: compared and put into bytes once for all of them.
+
+    It was read between `began_s` and `ended_s`, by the loop's clock.
+    """
+
+    __slots__ = ("_encoded", "began_s", "content", "ended_s", "status")
+
+    def __init__(self, status: v1.VersionStatus, began_s: float) -> None:
+        self.status = status
+        self.content = _content(status)
+        self.began_s = began_s
+        self.ended_s = anyio.current_time()
+        self._encoded: bytes | None = None
+
+    def encoded(self) -> bytes:
+        """The WatchVersionResponse that says it."""
+        if self._encoded is None:
+            self._encoded = v1.WatchVersionResponse(status=self.status).SerializeToString()
+        return self._encoded
+
+    def adds_to(self, last: Told) -> bool:
+        """Whether a watcher learns something from it that `last` has not told."""
+        return self.content != last.content and self.is_newer_than(last)
+
+    def is_newer_than(self, last: Told) -> bool:
+        """Whether it was true later; a store that lost its last commits goes back to lower revisions."""
+        return self.status.revision >= last.status.revision or self.began_s >= last.ended_s
 
 
 class _Watcher:
@@ -40,18 +72,27 @@ class _Watcher:
     __slots__ = ("arrived", "changed", "resync")
 
     def __init__(self) -> None:
-        self.changed: dict[VersionId, v1.VersionStatus | None] = {}
+        self.changed: dict[VersionId, Told | None] = {}
         self.resync = False
         self.arrived = anyio.Event()
 
-    def offer(self, uid: VersionId, status: v1.VersionStatus | None) -> None:
+    def offer(self, uid: VersionId, status: Told | None) -> None:
         self.changed[uid] = status
         self.arrived.set()
 
-    def take(self) -> dict[VersionId, v1.VersionStatus | None]:
+    def take(self) -> dict[VersionId, Told | None]:
         self.arrived = anyio.Event()
         taken, self.changed = self.changed, {}
         return taken
+
+    async def within(self, span_ms: int) -> bool:
+        """Whether something arrived within the span; one timer of the loop, as there may be thousands."""
+        timer = asyncio.get_running_loop().call_later(span_ms / 1000, self.arrived.set)
+        try:
+            await self.arrived.wait()
+        finally:
+            timer.cancel()
+        return bool(self.changed) or self.resync
 
 
 class _Watchers(Generic[K]):
@@ -89,6 +130,7 @@ class WatchHub:
         self._versions: _Watchers[VersionId] = _Watchers()
         self._models: _Watchers[ModelName] = _Watchers()
         self._closed = False
+        self._recent: dict[VersionId, tuple[float, Told | None]] = {}
 
     @property
     def watchers(self) -> int:
@@ -132,16 +174,29 @@ class WatchHub:
             for watcher in self._models.of(model_name):
                 watcher.offer(uid, status)
 
-    async def status(self, uid: VersionId) -> v1.VersionStatus | None:
+    async def status(self, uid: VersionId) -> Told | None:
         """What is true of a version now; None where it is unknown."""
+        began_s = anyio.current_time()
         try:
-            return wire.status_out(await self._registry.view(uid))
+            return Told(wire.status_out(await self._registry.view(uid)), began_s)
         except Refused:
             return None
 
+    async def _lately(self, uid: VersionId) -> Told | None:
+        """What was true of a version at most a second ago: heartbeats of many watchers read it once."""
+        now_s = anyio.current_time()
+        known = self._recent.get(uid)
+        if known is not None and now_s - known[0] < LATELY_S:
+            return known[1]
+        for old in [key for key, (read_s, _) in self._recent.items() if now_s - read_s >= LATELY_S]:
+            del self._recent[old]
+        status = await self.status(uid)
+        self._recent[uid] = (now_s, status)
+        return status
+
     async def follow_version(
         self, uid: VersionId, *, from_revision: int | None, wait_for_creation: bool, heartbeat_ms: int
-    ) -> AsyncIterator[v1.VersionStatus | None]:
+    ) -> AsyncIterator[Told | None]:
         """The status now, then each change, until RETIRED or FORGOTTEN; None: a heartbeat before creation.
 
         Raises:
@@ -152,15 +207,19 @@ class WatchHub:
             last = await self.status(uid)
             if last is None and not wait_for_creation:
                 raise unknown(uid)
-            if last is not None and (_is_last(last) or last.revision != from_revision):
+            if last is not None and (_is_last(last) or last.status.revision != from_revision):
                 yield last
             while last is None or not _is_last(last):
                 silent = not await self._arrived(watcher, heartbeat_ms)
-                taken = {uid: await self.status(uid)} if silent else watcher.take()
+                taken = watcher.take()
+                if silent:
+                    taken = {uid: await self._lately(uid)}
                 status = taken.get(uid)
                 if status is None and last is not None and uid in taken:
                     status = _forgotten(last)
-                if silent or (status is not None and (last is None or _says_more(status, last))):
+                if silent and status is not None and last is not None and not status.is_newer_than(last):
+                    status = last
+                if silent or (status is not None and (last is None or status.adds_to(last))):
                     yield status
                     last = status
 
@@ -173,10 +232,10 @@ class WatchHub:
             StoreUnavailable: the store is away, or the server stops.
         """
         with self._models.watching(model_name) as watcher:
-            last: dict[VersionId, v1.VersionStatus] = {}
+            last: dict[VersionId, Told] = {}
             async for present in self._present(model_name):
-                last[VersionId(present.version_id)] = present
-                yield v1.WatchModelResponse(status=present)
+                last[VersionId(present.status.version_id)] = present
+                yield v1.WatchModelResponse(status=present.status)
             yield v1.WatchModelResponse(snapshot_complete=True)
             while True:
                 if not await self._arrived(watcher, heartbeat_ms):
@@ -189,56 +248,51 @@ class WatchHub:
                     known = last.get(uid)
                     if status is None:
                         if known is not None:
-                            yield v1.WatchModelResponse(status=_forgotten(last.pop(uid)))
-                    elif known is None or _says_more(status, known):
+                            yield v1.WatchModelResponse(status=_forgotten(last.pop(uid)).status)
+                    elif known is None or status.adds_to(known):
                         last[uid] = status
-                        yield v1.WatchModelResponse(status=status)
+                        yield v1.WatchModelResponse(status=status.status)
 
     async def _arrived(self, watcher: _Watcher, heartbeat_ms: int) -> bool:
         """Whether a change arrived before the stream had been silent for too long."""
-        with anyio.move_on_after(heartbeat_ms / 1000):
-            await watcher.arrived.wait()
+        arrived = await watcher.within(heartbeat_ms)
         if self._closed:
-            raise StoreUnavailable("the server is stopping: watch again, at another or once it is back")
-        return watcher.arrived.is_set()
+            raise Stopping("the server is stopping: watch again, at another or once it is back")
+        return arrived
 
-    async def _present(self, model_name: ModelName) -> AsyncIterator[v1.VersionStatus]:
+    async def _present(self, model_name: ModelName) -> AsyncIterator[Told]:
         after = None
         while True:
+            began_s = anyio.current_time()
             page = await self._registry.list_versions(model_name, after=after, limit=PAGE)
             for found in page:
                 if found.record.state is not VersionState.FORGOTTEN:
-                    yield wire.status_out(found)
+                    yield Told(wire.status_out(found), began_s)
             if len(page) < PAGE:
                 return
             after = Place(model_name, page[-1].record.sequence)
 
-    async def _all_present(self, model_name: ModelName) -> dict[VersionId, v1.VersionStatus | None]:
-        return {VersionId(status.version_id): status async for status in self._present(model_name)}
+    async def _all_present(self, model_name: ModelName) -> dict[VersionId, Told | None]:
+        return {VersionId(one.status.version_id): one async for one in self._present(model_name)}
 
 
-def _is_last(status: v1.VersionStatus) -> bool:
-    return status.state in (v1.VERSION_STATE_RETIRED, v1.VERSION_STATE_FORGOTTEN)
+def _is_last(told: Told) -> bool:
+    return told.status.state in (v1.VERSION_STATE_RETIRED, v1.VERSION_STATE_FORGOTTEN)
 
 
-def _forgotten(last: v1.VersionStatus) -> v1.VersionStatus:
+def _forgotten(last: Told) -> Told:
     gone = v1.VersionStatus()
-    gone.CopyFrom(last)
+    gone.CopyFrom(last.status)
     gone.state = v1.VERSION_STATE_FORGOTTEN
     gone.reason = "the store no longer has it"
-    return gone
+    return Told(gone, last.ended_s)
 
 
-def _says_more(status: v1.VersionStatus, last: v1.VersionStatus) -> bool:
-    """Whether a watcher learns something from `status` that `last` has not told it."""
-    return status.revision >= last.revision and _content(status) != _content(last)
-
-
-def _content(status: v1.VersionStatus) -> v1.VersionStatus:
+def _content(status: v1.VersionStatus) -> bytes:
     content = v1.VersionStatus()
     content.CopyFrom(status)
     content.ClearField("now_unix_ms")
     content.ClearField("revision")
     if content.state in _QUIET:  # each renewal moves it, and nobody waits for it before the release
         content.ClearField("last_lease_deadline_unix_ms")
-    return content
+    return content.SerializeToString(deterministic=True)

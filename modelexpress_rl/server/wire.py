@@ -6,6 +6,9 @@ can make a record that the store or another client chokes on.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from sys import intern
+
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.server.commands import WIRE_STATE
@@ -23,6 +26,7 @@ MAX_TEXT = 1024
 MAX_URI = 4096
 MAX_SLOTS = 65_536
 MISSING_SHOWN = 16
+BRIEF = "mx-brief"
 
 _ROLES = {refit.WORKER_ROLE_TRAINER: WorkerRole.TRAINER, refit.WORKER_ROLE_GENERATOR: WorkerRole.GENERATOR}
 _FORMATS = {
@@ -112,7 +116,8 @@ def spec_in(request: refit.CreateWeightVersionRequest) -> tuple[VersionId | None
             f"expected_source_slots has {len(request.expected_source_slots)} slots, more than {MAX_SLOTS}"
         )
     slots = tuple(
-        SlotId(text("every one of expected_source_slots", slot)) for slot in request.expected_source_slots
+        SlotId(intern(text("every one of expected_source_slots", slot)))
+        for slot in request.expected_source_slots
     )
     base = None
     if request.HasField("base_version_id"):
@@ -138,13 +143,14 @@ def _storage_in(storage: refit.ObjectStorageSource) -> ObjectRef:
 def shard_in(shard: refit.WeightVersionShard) -> tuple[VersionId, Publication]:
     """What a worker publishes; INVALID where a field is blank."""
     version_id = VersionId(text("shard.version_id", shard.version_id))
+    # Interned: the same slots, workers and endpoints come back with every version.
     return version_id, Publication(
-        SlotId(text("shard.source_slot_id", shard.source_slot_id)),
-        WorkerId(text("shard.worker_id", shard.worker_id)),
+        SlotId(intern(text("shard.source_slot_id", shard.source_slot_id))),
+        WorkerId(intern(text("shard.worker_id", shard.worker_id))),
         shard.tensor_count,
         shard.total_bytes,
         text("shard.manifest_digest", shard.manifest_digest),
-        text("shard.manifest_endpoint", shard.manifest_endpoint),
+        intern(text("shard.manifest_endpoint", shard.manifest_endpoint)),
     )
 
 
@@ -172,8 +178,16 @@ def invalid(message: str) -> Refused:
 # To the wire.
 
 
-def version_out(record: VersionRecord) -> refit.WeightVersion:
-    """A version as 0.7 sees it: DEGRADED is STAGING again, RETIRED is RELEASING."""
+def wants_brief(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Whether the caller has no use for the slots of the version in an answer.
+
+    A thousand ranks that publish would otherwise get a thousand slots each.
+    """
+    return any(key == BRIEF for key, _ in metadata or ())
+
+
+def version_out(record: VersionRecord, *, brief: bool = False) -> refit.WeightVersion:
+    """A version as 0.7 sees it: DEGRADED is STAGING again, RETIRED is RELEASING; `brief`: without slots."""
     spec = record.spec
     message = refit.WeightVersion(
         uid=record.uid,
@@ -181,7 +195,7 @@ def version_out(record: VersionRecord) -> refit.WeightVersion:
         idempotency_key=spec.idempotency_key,
         payload_format=_FORMATS_OUT[spec.payload_format],
         base_version_id=spec.base_version_id,
-        expected_source_slots=spec.expected_slots,
+        expected_source_slots=() if brief else spec.expected_slots,
         layout_signature=spec.layout_signature,
         state=_STATES_OUT[WIRE_STATE[record.state]],
         created_at_unix_ms=record.created_at_ms,

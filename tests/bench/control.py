@@ -75,6 +75,8 @@ async def _publications(store: str, arguments: argparse.Namespace) -> dict[str, 
                 ready_s.append(burst.ready_s)
                 all_bytes.append(burst.bytes_per_rank)
                 await asyncio.sleep(0.3)
+            await load.create(ranks[0], "as-0.7", count)
+            as_0_7 = await load.publish(ranks, "as-0.7", count, as_0_7=True)
     name = f"publish_{count}"
     return {
         f"{name}_s": statistics.median(ready_s[1:]),
@@ -83,6 +85,8 @@ async def _publications(store: str, arguments: argparse.Namespace) -> dict[str, 
         f"{name}_store_cpu_s": statistics.median(store_cpu_s[1:]),
         f"{name}_requests_per_rank": 1.0,
         f"{name}_bytes_per_rank": statistics.median(all_bytes[1:]),
+        f"{name}_s_clients_0_7": as_0_7.ready_s,
+        f"{name}_bytes_per_rank_clients_0_7": as_0_7.bytes_per_rank,
     }
 
 
@@ -159,7 +163,9 @@ async def _old_versions(running: Server, arguments: argparse.Namespace) -> dict[
 
         few_ms = statistics.median([await one_ms(f"few{n}") for n in range(20)])
         for start in range(0, 2000, 100):
-            await asyncio.gather(*(load.create(ranks[n % 16], f"old{n}", 4) for n in range(start, start + 100)))
+            await asyncio.gather(
+                *(load.create(ranks[n % 16], f"old{n}", 4) for n in range(start, start + 100))
+            )
         many_ms = statistics.median([await one_ms(f"many{n}") for n in range(20)])
     return {
         "version_ms_few_old": few_ms,

@@ -107,15 +107,19 @@ class Burst:
     bytes_per_rank: float
 
 
-async def publish(ranks: list[Rank], uid: str, count: int) -> Burst:
-    """Everybody publishes at once; from the first request to the answer that says READY."""
+async def publish(ranks: list[Rank], uid: str, count: int, *, as_0_7: bool = False) -> Burst:
+    """Everybody publishes at once; from the first request to the answer that says READY.
+
+    A client of 0.7 is answered with all slots of the version, ours asks to leave them out.
+    """
     requests = [shard(uid, n) for n in range(count)]
     before = wire_bytes()
     began_s = time.perf_counter()
     ready_s: list[float] = []
 
     async def one(n: int) -> None:
-        answer = await ranks[n % len(ranks)].refit.CreateWeightVersionShard(requests[n])
+        call = ranks[n % len(ranks)].refit.CreateWeightVersionShard
+        answer = await call(requests[n], metadata=(() if as_0_7 else (("mx-brief", "1"),)))
         if answer.version.state == refit.WEIGHT_VERSION_STATE_READY:
             ready_s.append(time.perf_counter() - began_s)
 

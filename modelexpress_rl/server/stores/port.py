@@ -34,6 +34,10 @@ class StoreUnavailable(Unavailable):
     """The store could not be reached or could not write; the message says what is wrong with it."""
 
 
+class Stopping(StoreUnavailable):
+    """This server is about to end; another one, or the next, will answer."""
+
+
 class StoredRecordError(ModelExpressError):
     """A stored record can't be understood: damaged, or written by a newer release."""
 
