@@ -40,11 +40,15 @@ _LOG = logging.getLogger(__name__)
 REFIT = refit.DESCRIPTOR.services_by_name["RefitService"].full_name
 CONTROL = v1.DESCRIPTOR.services_by_name["RefitControlService"].full_name
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_PENDING = 100_000
 STOP_GRACE_S = 5.0
 
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # gRPC cancels calls at random once 1,000 wait to be taken: fewer than the ranks that publish at once.
+    ("grpc.server.max_pending_requests", MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING),
     # A peer that is gone without a goodbye is noticed within 30 s; clients may ping every 5 s.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
