@@ -14,7 +14,7 @@ from modelexpress_rl.server import security
 from modelexpress_rl.server.app import serving
 from modelexpress_rl.server.security import ServerSecurity
 from modelexpress_rl.server.settings import Settings
-from modelexpress_rl.server.stores import open_store
+from modelexpress_rl.server.stores import open_store, shown
 
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
@@ -26,7 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8001, help="port, 0 for a free one (%(default)s)")
     parser.add_argument(
-        "--store", default="memory", help="memory, or sqlite:PATH, which survives restarts (%(default)s)"
+        "--store",
+        default="memory",
+        help="memory; sqlite:PATH, which survives restarts; or, for any number of servers, redis://HOST:PORT/DB "
+        "(rediss:// for TLS, redis-cluster://HOST:PORT,HOST:PORT for a cluster; keep a password out of the "
+        "command line by ?password_file=PATH) (%(default)s)",
     )
     parser.add_argument(
         "--drain-deadline",
@@ -151,7 +155,9 @@ async def _serve(options: argparse.Namespace, settings: Settings, asked: ServerS
                 if running.metrics_port is not None:
                     print(f"mx-rl serve: metrics on {options.host}:{running.metrics_port}", flush=True)
                 # The last line on stdout: whoever started the process reads the address from it.
-                print(f"mx-rl serve: listening on {running.address} (store {options.store})", flush=True)
+                print(
+                    f"mx-rl serve: listening on {running.address} (store {shown(options.store)})", flush=True
+                )
                 async for number in signals:
                     logging.getLogger(__name__).info("%s: stopping", signal.Signals(number).name)
                     break

@@ -9,11 +9,14 @@ import pytest
 
 from modelexpress_rl.server.stores.port import Store
 from tests.store.harness import KINDS, Harness
+from tests.store.redis_server import shared_cluster, shared_redis, start_redis
+
+__all__ = ["shared_cluster", "shared_redis", "start_redis"]
 
 
 @pytest.fixture(params=KINDS)
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    return Harness(request.param, tmp_path)
+    return Harness.make(request.param, tmp_path, request)
 
 
 @pytest.fixture

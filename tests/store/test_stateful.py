@@ -186,11 +186,12 @@ class Model:
 
 class RegistryMachine(RuleBasedStateMachine):
     kind = "memory"
+    redis_address = ""
 
     @initialize()
     def start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="mx-rl-test-")
-        self.harness = Harness(self.kind, Path(self.folder))
+        self.harness = Harness(self.kind, Path(self.folder), self.redis_address)
         self.model = Model()
         self.model.now = self.harness.clock.now_ms()
         self.portal_context = start_blocking_portal("asyncio")
@@ -370,7 +371,9 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_registry_does_what_the_model_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_registry_does_what_the_model_does(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.setattr(lanes, "SLOWEST_PACE_S", 1e-9)
     monkeypatch.setattr(lanes, "PACE_S", 1e-9)  # one version is all that there is: don't gather
 
@@ -378,6 +381,7 @@ def test_the_registry_does_what_the_model_does(kind: str, monkeypatch: pytest.Mo
         pass
 
     Machine.kind = kind
+    Machine.redis_address = Harness.make(kind, tmp_path, request).redis_address
     run_state_machine_as_test(
         Machine,
         settings=settings(

@@ -1,4 +1,4 @@
-"""The change feed of a store that lives in one process."""
+"""Handing changes to whoever wants to know of them in this process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class _Subscriber:
     __slots__ = ("arrived", "pending")
 
     def __init__(self) -> None:
-        self.pending: dict[VersionId, Change] = {}
+        self.pending: dict[VersionId | None, Change | Resync] = {}
         self.arrived = anyio.Event()
 
-    def offer(self, change: Change) -> None:
-        self.pending[change.uid] = change
+    def offer(self, change: Change | Resync) -> None:
+        self.pending[change.uid if isinstance(change, Change) else None] = change
         self.arrived.set()
 
     async def read(self) -> AsyncIterator[Change | Resync]:
@@ -39,7 +39,7 @@ class ChangeFeed:
     def __init__(self) -> None:
         self._subscribers: set[_Subscriber] = set()
 
-    def publish(self, change: Change) -> None:
+    def publish(self, change: Change | Resync) -> None:
         """Tell every subscriber; call it from the event loop's thread."""
         for subscriber in self._subscribers:
             subscriber.offer(change)

@@ -52,7 +52,7 @@ def encode_version(entry: VersionEntry) -> str:
     )
 
 
-def decode_version(uid: VersionId, text: str) -> VersionEntry:
+def decode_version(uid: VersionId, text: str | bytes) -> VersionEntry:
     """The version that `encode_version` wrote under this uid.
 
     Raises:
@@ -90,7 +90,7 @@ def encode_worker(record: WorkerRecord) -> str:
     )
 
 
-def decode_worker(worker_id: WorkerId, text: str) -> WorkerRecord:
+def decode_worker(worker_id: WorkerId, text: str | bytes) -> WorkerRecord:
     """The registration that `encode_worker` wrote.
 
     Raises:
@@ -118,7 +118,7 @@ def encode_holder(holder: KeyHolder) -> str:
     return _dump({"uid": holder.uid, "spec": _spec_out(holder.spec)})
 
 
-def decode_holder(idempotency_key: str, text: str) -> KeyHolder:
+def decode_holder(idempotency_key: str, text: str | bytes) -> KeyHolder:
     """The holder that `encode_holder` wrote.
 
     Raises:
@@ -244,7 +244,7 @@ def _dump(body: Mapping[str, Any]) -> str:
     return json.dumps({"schema": SCHEMA, **body}, ensure_ascii=False, separators=(",", ":"))
 
 
-def _load(name: str, text: str, build: Callable[[Json], T]) -> T:
+def _load(name: str, text: str | bytes, build: Callable[[Json], T]) -> T:
     try:
         body = json.loads(text)
         if not isinstance(body, dict):

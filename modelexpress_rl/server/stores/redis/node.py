@@ -1,0 +1,190 @@
+"""One Redis node: a few connections, over which whatever waits together is sent together.
+
+A caller that finds a connection free uses it; while all are busy, commands wait, and the next one to be
+free takes all of them as one pipeline. So a thousand renewals cost tens of exchanges, and an idle store
+has the latency of one. Where a caller goes away in the middle of an exchange, the others of that exchange
+are told that their outcome is unknown; everything that this store asks may be asked again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import anyio
+from redis.asyncio.connection import Connection, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from modelexpress_rl.server.stores.redis import trouble
+from modelexpress_rl.server.stores.redis.address import Endpoint, RedisAddress
+from modelexpress_rl.server.stores.redis.trouble import Trouble
+
+Words: TypeAlias = tuple[str | bytes | int, ...]
+"""A command."""
+Outcome: TypeAlias = Any | Trouble
+
+CONNECTIONS = 4
+TOGETHER = 256
+CONNECT_S = 2.0
+ANSWER_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class _Parcel:
+    """Some commands of one caller, and their outcomes once there are any."""
+
+    commands: Sequence[Words]
+    confirmed: bool
+    outcomes: list[Outcome] | None = None
+    leads: bool = False
+    told: anyio.Event = field(default_factory=anyio.Event)
+
+
+class Node:
+    """The node at an endpoint."""
+
+    def __init__(self, address: RedisAddress, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._address = address
+        self._idle: list[Connection] = []
+        self._busy = 0
+        self._waiting: deque[_Parcel] = deque()
+        self._era = 0
+
+    async def exchange(self, commands: Sequence[Words], *, confirmed: bool = False) -> list[Outcome]:
+        """Send commands and answer the outcome of each.
+
+        `confirmed`: as many replicas as the address asks for must have it, too.
+        """
+        parcel = _Parcel(commands, confirmed)
+        if self._busy < CONNECTIONS:
+            self._busy += 1
+        else:
+            self._waiting.append(parcel)
+            try:
+                await parcel.told.wait()
+            except BaseException:
+                if parcel.leads:
+                    self._hand_over()
+                elif parcel in self._waiting:
+                    self._waiting.remove(parcel)
+                raise
+        if parcel.outcomes is None:
+            await self._lead(parcel)
+        assert parcel.outcomes is not None
+        return parcel.outcomes
+
+    async def drop(self) -> None:
+        """Close the idle connections, and those in use once they are free: the node may be another now."""
+        self._era += 1
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            await _close(connection)
+
+    def connection(self) -> Connection:
+        """A connection of one's own, not yet connected."""
+        host, port = self.endpoint
+        kind = SSLConnection if self._address.tls else Connection
+        return kind(
+            host=host,
+            port=port,
+            socket_timeout=None,
+            socket_connect_timeout=CONNECT_S,
+            retry=Retry(NoBackoff(), 0),
+            client_name="mx-rl",
+            protocol=2,
+            **self._address.connection_options(),
+        )
+
+    async def _lead(self, parcel: _Parcel) -> None:
+        """Exchange this parcel, and what waits with it, over one connection."""
+        parcels = [parcel]
+        count = len(parcel.commands)
+        while self._waiting and count + len(self._waiting[0].commands) <= TOGETHER:
+            parcels.append(self._waiting.popleft())
+            count += len(parcels[-1].commands)
+        outcomes: list[Outcome] = [trouble.lost(ConnectionError("the exchange was broken off"))] * count
+        try:
+            outcomes = await self._talk(
+                [words for one in parcels for words in one.commands],
+                confirmed=any(one.confirmed for one in parcels),
+            )
+        finally:
+            at = 0
+            for one in parcels:
+                one.outcomes = outcomes[at : at + len(one.commands)]
+                at += len(one.commands)
+                one.told.set()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let whoever has waited longest have the connection that is free now."""
+        if self._waiting:
+            heir = self._waiting.popleft()
+            heir.leads = True
+            heir.told.set()
+        else:
+            self._busy -= 1
+
+    async def _talk(self, commands: Sequence[Words], *, confirmed: bool) -> list[Outcome]:
+        era = self._era
+        try:
+            connection = self._idle.pop() if self._idle else await self._connected()
+        except (RedisError, OSError, TimeoutError) as error:
+            return [trouble.unreachable(error)] * len(commands)
+        outcomes: list[Outcome] = []
+        healthy = False
+        try:
+            with anyio.fail_after(ANSWER_S):
+                wanted = self._address.replicas if confirmed else 0
+                wait: list[Words] = [("WAIT", wanted, round(ANSWER_S * 500))] if wanted else []
+                await connection.send_packed_command(
+                    connection.pack_commands([*commands, *wait]), check_health=False
+                )
+                for _ in commands:
+                    outcomes.append(await _reply(connection))  # noqa: PERF401 - those that came count
+                if wanted and (got := await _confirmations(connection)) < wanted:
+                    outcomes = [trouble.unconfirmed(got, wanted)] * len(commands)
+            healthy = True
+        except TimeoutError:
+            outcomes += [trouble.silent(ANSWER_S)] * (len(commands) - len(outcomes))
+        except (RedisError, OSError) as error:
+            outcomes += [trouble.lost(error)] * (len(commands) - len(outcomes))
+        finally:
+            if healthy and era == self._era:
+                self._idle.append(connection)
+            else:
+                with anyio.CancelScope(shield=True):
+                    await _close(connection)
+        return outcomes
+
+    async def _connected(self) -> Connection:
+        connection = self.connection()
+        try:
+            with anyio.fail_after(CONNECT_S):
+                await connection.connect()  # type: ignore[no-untyped-call]
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await _close(connection)
+            raise
+        return connection
+
+
+async def _reply(connection: Connection) -> Outcome:
+    try:
+        return await connection.read_response()
+    except ResponseError as error:  # the answer to one command; the connection is sound
+        return trouble.of_error(error)
+
+
+async def _confirmations(connection: Connection) -> int:
+    outcome = await _reply(connection)
+    return 0 if isinstance(outcome, Trouble) else int(outcome)
+
+
+async def _close(connection: Connection) -> None:
+    await connection.disconnect(nowait=True)
