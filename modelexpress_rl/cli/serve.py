@@ -28,9 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         default="memory",
-        help="memory; sqlite:PATH, which survives restarts; or, for any number of servers, redis://HOST:PORT/DB "
-        "(rediss:// for TLS, redis-cluster://HOST:PORT,HOST:PORT for a cluster; keep a password out of the "
-        "command line by ?password_file=PATH) (%(default)s)",
+        help="memory; sqlite:PATH, which survives restarts; redis://HOST:PORT/DB, for any number of servers "
+        "(rediss:// for TLS, redis-cluster://HOST:PORT,HOST:PORT for a cluster, ?password_file=PATH to keep "
+        "a password out of the command line) (%(default)s)",
     )
     parser.add_argument(
         "--drain-deadline",

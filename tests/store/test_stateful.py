@@ -385,7 +385,7 @@ def test_the_registry_does_what_the_model_does(
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=60 if kind == "memory" else 25,
+            max_examples={"memory": 60, "redis-cluster": 8}.get(kind, 20),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
