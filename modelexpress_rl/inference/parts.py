@@ -58,7 +58,9 @@ class GeneratorParts:
             stack.push_async_callback(background.aclose)
             pool = StagingPool(agent, background)
             stack.push_async_callback(pool.aclose)
-            fetcher = SourceFetcher(rpc_timeout_s=settings.rpc_timeout_s, network=network)
+            fetcher = SourceFetcher(
+                rpc_timeout_s=settings.rpc_timeout_s, worker_id=settings.worker_id, network=network
+            )
             stack.push_async_callback(fetcher.aclose)
             session = GeneratorSession(
                 control,

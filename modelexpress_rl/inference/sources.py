@@ -17,9 +17,11 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
+from modelexpress_rl import envs
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import (
+    AccessDenied,
     DeadlineExceeded,
     ManifestError,
     ModelExpressError,
@@ -34,8 +36,11 @@ from modelexpress_rl.reshard.geometry import Source
 from modelexpress_rl.reshard.merge import SourceManifest
 from modelexpress_rl.rpc import NotFound, RpcError, Unimplemented, WorkerEndpoint, parse_address
 from modelexpress_rl.rpc import errors as rpc_errors
+from modelexpress_rl.rpc.auth import worker_token
+from modelexpress_rl.rpc.channel import Metadata
+from modelexpress_rl.rpc.endpoint import LEASE_ID_HEADER, WORKER_ID_HEADER
 from modelexpress_rl.rpc.network import GRPC, Network
-from statemachines.ids import VersionId, WorkerId
+from statemachines.ids import VersionId, WorkerId, lease_id_of
 
 _log = logging.getLogger(__name__)
 
@@ -90,16 +95,21 @@ class VersionSources:
 
 
 class SourceFetcher:
-    """Fetches from trainer processes; keeps one connection to each, and the manifests last used."""
+    """Fetches from trainer processes; keeps one connection to each, and the manifests last used.
+
+    With `worker_id` it says under which lease it asks: some trainers demand a live one.
+    """
 
     def __init__(
         self,
         *,
         rpc_timeout_s: float,
+        worker_id: WorkerId | None = None,
         connect: Callable[[str], WorkerEndpoint] | None = None,
         network: Network = GRPC,
     ) -> None:
         self._rpc_timeout_s = rpc_timeout_s
+        self._worker_id = worker_id
         self._connect = connect or self._dial
         self._network = network
         self._endpoints: dict[str, WorkerEndpoint] = {}
@@ -211,7 +221,10 @@ class SourceFetcher:
             version_id=version_id, source_slot_id=publication.slot_id
         )
         call = self._endpoint(publication.endpoint).get_weight_version_shard_manifest
-        answer = await _dialled_anew_once(lambda: call(request, timeout_s=self._timeout_s(deadline)))
+        lease = self._lease(version_id)
+        answer = await _dialled_anew_once(
+            lambda: call(request, timeout_s=self._timeout_s(deadline), metadata=lease)
+        )
         manifest = await _decoded(
             lambda: _checked_manifest(answer.manifest, answer.manifest_digest, publication),
             len(answer.manifest),
@@ -226,7 +239,11 @@ class SourceFetcher:
             call = self._endpoint(publication.endpoint).get_shard_digests
             # The publisher answers when it has hashed its shards, which may take longer than an RPC.
             answer = await _dialled_anew_once(
-                lambda: call(request, timeout_s=max(deadline - anyio.current_time(), 0.001))
+                lambda: call(
+                    request,
+                    timeout_s=max(deadline - anyio.current_time(), 0.001),
+                    metadata=self._lease(VersionId(request.version_id)),
+                )
             )
         except (NotFound, Unimplemented):
             return None  # a publisher of 0.7, or one that was told to make none
@@ -243,9 +260,18 @@ class SourceFetcher:
         return self._endpoints[address]
 
     def _dial(self, address: str) -> WorkerEndpoint:
+        token_path = envs.worker_auth_token_path()
+        token = {} if token_path is None else {"credentials": worker_token(token_path)}
         return self._network.worker_endpoint(
-            parse_address(address, what="manifest_endpoint"), rpc_timeout_s=self._rpc_timeout_s
+            parse_address(address, what="manifest_endpoint"), rpc_timeout_s=self._rpc_timeout_s, **token
         )
+
+    def _lease(self, version_id: VersionId) -> Metadata | None:
+        """What names the lease that we hold while we ask."""
+        if self._worker_id is None:
+            return None
+        lease_id = lease_id_of(version_id, self._worker_id)
+        return {WORKER_ID_HEADER: self._worker_id.encode(), LEASE_ID_HEADER: lease_id.encode()}
 
     def _timeout_s(self, deadline: float) -> float:
         return max(min(self._rpc_timeout_s, deadline - anyio.current_time()), 0.001)
@@ -281,6 +307,8 @@ def _about(at: str, error: ModelExpressError) -> ModelExpressError:
         kind: type[ModelExpressError] = Unavailable
         if isinstance(error, NotFound):
             kind = ManifestError  # announced, but not served: nothing that waiting would mend
+        elif isinstance(error, (AccessDenied, rpc_errors.TlsError)):
+            kind = AccessDenied
         elif isinstance(error, TimeoutError):
             kind = DeadlineExceeded
     else:

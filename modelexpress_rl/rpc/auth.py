@@ -20,6 +20,7 @@ REFUSED_REREAD_AFTER_S = 1.0
 LOOK_EVERY_S = 1.0
 AUTHORIZATION = "authorization"
 TOKEN_VARIABLE = "MX_AUTH_TOKEN_PATH"
+WORKER_TOKEN_VARIABLE = "MX_WORKER_AUTH_TOKEN_PATH"
 _SCHEME = "bearer "
 _MAX_TOKENS = 1000
 
@@ -103,6 +104,11 @@ class TokenFile:
             if self._token is None:
                 raise UsageError(f"{self._name}: no token in {self._path}: {error}") from error
             _log.warning("%s: keeping the last token; %s: %s", self._name, self._path, error)
+
+
+def worker_token(path: str | Path) -> TokenFile:
+    """What a reader sends to workers: the first token of the file that they all accept."""
+    return TokenFile(path, name=WORKER_TOKEN_VARIABLE, several=True)
 
 
 class AcceptedTokens:

@@ -13,24 +13,43 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Self
 
 import anyio
+from grpclib import GRPCError, Status
+from grpclib.events import RecvRequest, listen
 from grpclib.protocol import H2Protocol
 from grpclib.server import Server
 
 from modelexpress_rl.errors import UsageError
+from modelexpress_rl.rpc.auth import AUTHORIZATION, AcceptedTokens
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from grpclib._typing import IServable
+
+WORKER_ID_HEADER = "mx-worker-id-bin"
+LEASE_ID_HEADER = "mx-lease-id-bin"
+"""How a reader says under which lease it asks; bytes, because both are any characters."""
 
 
 class EndpointServer:
     """Serves grpclib services (`*_grpc.py`'s Base classes) on one port.
 
     `host` is the interface to listen on, None for all. `port` 0 lets the kernel choose. Two servers
-    never share a port.
+    never share a port. With `tokens` a call without one of them is UNAUTHENTICATED, unread.
     """
 
-    def __init__(self, services: Collection[IServable], *, host: str | None = None, port: int = 0) -> None:
+    def __init__(
+        self,
+        services: Collection[IServable],
+        *,
+        host: str | None = None,
+        port: int = 0,
+        ssl_context: SSLContext | None = None,
+        tokens: AcceptedTokens | None = None,
+    ) -> None:
         self._services = services
+        self._ssl = ssl_context
+        self._tokens = tokens
         self._host = host
         self._wanted_port = port
         self._server: _Server | None = None
@@ -48,7 +67,9 @@ class EndpointServer:
         # not; without it an answer waits up to 40 ms for a delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server = _Server(self._services)
-        await self._server.start(sock=listener)
+        if self._tokens is not None:
+            listen(self._server, RecvRequest, self._require_token)
+        await self._server.start(sock=listener, ssl=self._ssl)
         self.port = listener.getsockname()[1]
 
     async def aclose(self, *, grace_s: float = 1.0) -> None:
@@ -71,6 +92,12 @@ class EndpointServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    async def _require_token(self, event: RecvRequest) -> None:
+        assert self._tokens is not None
+        sent = event.metadata.get(AUTHORIZATION)
+        if refusal := self._tokens.accept(None if sent is None else str(sent)):
+            raise GRPCError(Status.UNAUTHENTICATED, refusal)
 
 
 class _Server(Server):

@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpclib import GRPCError, Status
 
@@ -17,6 +17,7 @@ from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.train.adapter import TileDigests, WeightVersionShardManifest
+from modelexpress_rl.train.security import Gate, WorkerSecurity
 
 if TYPE_CHECKING:
     import grpclib.server
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 PORT_VARIABLE = "MX_WORKER_GRPC_PORT"
 DIGEST_TIMEOUT_S = 120.0
+_OPEN = WorkerSecurity()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +40,33 @@ class ServedShard:
 class ManifestService:
     """Serves the manifests of one client; one server, one port of its own.
 
-    `advertised_host` is what readers dial. `port` 0 lets the kernel choose.
+    `advertised_host` is what readers dial. `port` 0 lets the kernel choose. `security` says what they
+    have to show.
     """
 
-    def __init__(self, advertised_host: str, *, port: int = 0, network: Network = GRPC) -> None:
+    def __init__(
+        self,
+        advertised_host: str,
+        *,
+        port: int = 0,
+        network: Network = GRPC,
+        security: WorkerSecurity = _OPEN,
+    ) -> None:
         self._host = advertised_host
         self._served: dict[tuple[str, str], ServedShard] = {}
-        services = (_Manifests(self._served), _Digests(self._served))
+        services = (_Manifests(self._served, security.gate), _Digests(self._served, security.gate))
         # A loopback address is meant for this host only; any other may stand for any interface.
-        self._server = network.endpoint_server(services, host=_interface(advertised_host), port=port)
+        self._server = network.endpoint_server(
+            services, host=_interface(advertised_host), port=port, **_demands(security)
+        )
         self._port = port
+        self._scheme = "" if security.ssl_context is None else "https://"
 
     @property
     def endpoint(self) -> str:
-        """`host:port`, once started."""
+        """`host:port`, once started; with `https://` before it where readers need TLS."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{self._server.port}"
+        return f"{self._scheme}{host}:{self._server.port}"
 
     async def start(self) -> None:
         """Begin to serve.
@@ -88,8 +101,9 @@ class ManifestService:
 
 
 class _Manifests(refit_grpc.RefitWorkerServiceBase):
-    def __init__(self, served: Mapping[tuple[str, str], ServedShard]) -> None:
+    def __init__(self, served: Mapping[tuple[str, str], ServedShard], gate: Gate) -> None:
         self._served = served
+        self._gate = gate
 
     async def GetWeightVersionShardManifest(  # noqa: N802 (the wire's name)
         self,
@@ -99,6 +113,7 @@ class _Manifests(refit_grpc.RefitWorkerServiceBase):
     ) -> None:
         request = await stream.recv_message()
         assert request is not None
+        await self._gate.admit(request.version_id, stream.metadata or {})
         shard = _find(self._served, request.version_id, request.source_slot_id)
         await stream.send_message(
             refit.GetWeightVersionShardManifestResponse(
@@ -108,14 +123,16 @@ class _Manifests(refit_grpc.RefitWorkerServiceBase):
 
 
 class _Digests(modelexpress_rl_grpc.RefitWorkerDigestServiceBase):
-    def __init__(self, served: Mapping[tuple[str, str], ServedShard]) -> None:
+    def __init__(self, served: Mapping[tuple[str, str], ServedShard], gate: Gate) -> None:
         self._served = served
+        self._gate = gate
 
     async def GetShardDigests(  # noqa: N802 (the wire's name)
         self, stream: grpclib.server.Stream[v1.GetShardDigestsRequest, v1.GetShardDigestsResponse]
     ) -> None:
         request = await stream.recv_message()
         assert request is not None
+        await self._gate.admit(request.version_id, stream.metadata or {})
         shard = _find(self._served, request.version_id, request.source_slot_id)
         if shard.digests is None:
             raise GRPCError(Status.NOT_FOUND, "the shard was published without digests")
@@ -139,6 +156,12 @@ def _find(served: Mapping[tuple[str, str], ServedShard], version_id: str, slot_i
     if shard is None:
         raise GRPCError(Status.NOT_FOUND, f"version {version_id!r} in slot {slot_id!r} is not published here")
     return shard
+
+
+def _demands(security: WorkerSecurity) -> dict[str, Any]:
+    """Only what is demanded, so that an endpoint that knows of none can stand in."""
+    given = {"ssl_context": security.ssl_context, "tokens": security.tokens}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _interface(advertised_host: str) -> str | None:

@@ -10,6 +10,7 @@ import anyio
 
 from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.train.manifest_service import ManifestService
+from modelexpress_rl.train.security import WorkerSecurity, readers_must_prove
 from modelexpress_rl.transport.port import Agent
 
 _log = logging.getLogger(__name__)
@@ -30,17 +31,24 @@ class WhereToListen(Protocol):
 
 AgentFactory: TypeAlias = Callable[[WhereToListen], Awaitable[Agent]]
 _CLOSE_TIMEOUT_S = 10.0
+_OPEN = WorkerSecurity()
 
 
 async def nixl_agent(where: WhereToListen) -> Agent:
-    """A NIXL agent that peers can read from, with its metadata listener.
+    """A NIXL agent that peers can read from, with its metadata listener, unless readers must prove
+    something first: the listener hands the same keys to whoever asks.
 
     Raises:
         UsageError: NIXL isn't installed, or the configured port is taken.
     """
     from modelexpress_rl.transport.nixl import NixlAgent
 
-    return await NixlAgent.create(where.agent_name, host=where.host, device_index=where.device_index or 0)
+    return await NixlAgent.create(
+        where.agent_name,
+        host=where.host,
+        device_index=where.device_index or 0,
+        listen=not readers_must_prove(),
+    )
 
 
 class TrainerResources:
@@ -52,15 +60,20 @@ class TrainerResources:
 
     @classmethod
     async def open(
-        cls, where: WhereToListen, create_agent: AgentFactory = nixl_agent, network: Network = GRPC
+        cls,
+        where: WhereToListen,
+        create_agent: AgentFactory = nixl_agent,
+        network: Network = GRPC,
+        security: WorkerSecurity = _OPEN,
     ) -> TrainerResources:
         """Start both; where the second fails the first is closed.
 
         Raises:
             UsageError: a configured port is taken, or the transport isn't installed.
         """
-        service = ManifestService(where.host, port=where.grpc_port, network=network)
+        service = ManifestService(where.host, port=where.grpc_port, network=network, security=security)
         await service.start()
+        security.tell_if_open(where.host)
         try:
             agent = await create_agent(where)
         except BaseException:

@@ -24,6 +24,7 @@ from modelexpress_rl.train.methods.port import PublishMethod, StagedShard
 from modelexpress_rl.train.publication_ports import PublicationPorts
 from modelexpress_rl.train.publications import Publications
 from modelexpress_rl.train.resources import AgentFactory, TrainerResources, nixl_agent
+from modelexpress_rl.train.security import WorkerSecurity
 from modelexpress_rl.train.settings import TrainerSettings
 from modelexpress_rl.train.staging import Stager
 from modelexpress_rl.version import WeightVersionRef
@@ -83,7 +84,8 @@ class TrainerRuntime:
                 "MX_RESHARD_PUBLISH_DIGEST: the digests of 0.7's manifests are not made; readers of this "
                 "version verify against tile digests, which are always served"
             )
-        resources = await TrainerResources.open(settings, create_agent, network)
+        security = WorkerSecurity.from_environment(control, clock)
+        resources = await TrainerResources.open(settings, create_agent, network, security)
         ports = PublicationPorts(
             control=control,
             registration=registration,
