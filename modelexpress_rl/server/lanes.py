@@ -182,15 +182,12 @@ class Lanes:
         """Decide `commands` until the outcome is committed, or changes nothing; the deadline is outside."""
         attempt = 0
         while True:
-            read = await self._store.read_version(uid)
+            wanted = {worker_id for command in commands for worker_id in command.worker_ids}
+            read, found = await self._store.read_version_and_workers(uid, wanted)
             if read.stored is None:
                 return tuple(unknown(uid) for _ in commands), False
             entry = read.stored.entry
-            wanted = {shard.worker_id for shard in entry.record.publications.values()}
-            wanted.update(worker_id for command in commands for worker_id in command.worker_ids)
-            found = await self._store.read_workers(wanted) if wanted else None
-            workers = {key: one.record for key, one in found.workers.items()} if found else {}
-            moment = Moment(read.now_ms, workers)
+            moment = Moment(read.now_ms, {key: one.record for key, one in found.workers.items()})
             folded = fold(entry, commands, moment)
             if not folded.changed:
                 # Renewals move the wake on without a commit; one that comes too early does no harm.

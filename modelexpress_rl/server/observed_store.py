@@ -15,6 +15,7 @@ from modelexpress_rl.server.stores.port import Store
 _OPERATIONS = (
     "next_sequence",
     "read_version",
+    "read_version_and_workers",
     "commit_version",
     "rearm",
     "list_versions",

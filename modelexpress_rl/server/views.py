@@ -37,9 +37,10 @@ async def view(store: Store, uid: VersionId) -> View:
     Raises:
         Refused: NOT_FOUND, also where its retention is over and nobody has erased it yet.
     """
-    read = await store.read_version(uid)
+    read, workers = await store.read_version_and_workers(uid, ())
     if read.stored is not None:
-        (found,) = await views(store, [read.stored], read.now_ms)
+        moment = Moment(read.now_ms, {key: one.record for key, one in workers.workers.items()})
+        found = View(settled(read.stored.entry, moment)[0], read.stored.revision, moment)
         if found.record.state is not VersionState.FORGOTTEN:
             return found
     raise unknown(uid)

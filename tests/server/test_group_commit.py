@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import anyio
@@ -206,10 +206,10 @@ async def test_a_store_that_hangs_is_unavailable_within_the_bound(
 ) -> None:
     store, registry = racing
 
-    async def hang(uid: str) -> None:
+    async def hang(uid: str, worker_ids: object) -> None:
         await anyio.sleep_forever()
 
-    monkeypatch.setattr(store, "read_version", hang, raising=False)
+    monkeypatch.setattr(store, "read_version_and_workers", hang, raising=False)
     with pytest.raises(StoreUnavailable, match="within 2 s"):
         await registry.view("v")
     with pytest.raises(StoreUnavailable, match="within 2 s"):
@@ -220,13 +220,13 @@ async def test_a_caller_that_went_away_while_waiting_is_not_carried_out(
     racing: tuple[RacingStore, Registry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, registry = racing
-    gate, read_version = anyio.Event(), store.read_version
+    gate, read = anyio.Event(), store.read_version_and_workers
 
-    async def gated(uid: str) -> object:
+    async def gated(uid: str, worker_ids: Collection[str]) -> object:
         await gate.wait()
-        return await read_version(uid)
+        return await read(uid, worker_ids)
 
-    monkeypatch.setattr(store, "read_version", gated, raising=False)
+    monkeypatch.setattr(store, "read_version_and_workers", gated, raising=False)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(registry.command, "v", commands.publish(shard(0)))
         await anyio.wait_all_tasks_blocked()

@@ -50,6 +50,14 @@ def entry(uid: str, sequence: int, *, model: str = "model", key: str | None = No
     return VersionEntry(begin(VersionId(uid), wanted, 1_000, sequence), 0, "created")
 
 
+def published(uid: str, *worker_ids: str) -> VersionEntry:
+    """A version of two slots, the first of which these workers publish."""
+    shards = [Publication(SlotId("s0"), worker_id, 1, 2, "digest", "host:1", 1) for worker_id in worker_ids]
+    record = entry(uid, 1).record
+    staging = Staging({shard.key: shard for shard in shards})
+    return VersionEntry(VersionRecord(record.uid, record.spec, 1_000, 1, staging), 0, "created")
+
+
 def retired(uid: str, sequence: int, *, model: str = "model") -> VersionEntry:
     record = entry(uid, sequence, model=model).record
     return VersionEntry(VersionRecord(record.uid, record.spec, 1_000, sequence, Retired(9_000)), 5, "over")
@@ -63,7 +71,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 ids = texts.filter(str.strip)
 counts = st.integers(0, 2**63 - 1)
 publications = st.builds(Publication, ids, ids, counts, counts, ids, ids, counts)
-published = st.lists(publications, max_size=4).map(lambda shards: {shard.key: shard for shard in shards})
+shards = st.lists(publications, max_size=4).map(lambda some: {shard.key: shard for shard in some})
 left = st.frozensets(st.tuples(ids, ids, counts), max_size=3)
 
 
@@ -76,10 +84,10 @@ def version_records(draw: st.DrawFn) -> VersionRecord:
     }
     phase = draw(
         st.one_of(
-            st.builds(Staging, published, left),
-            st.builds(Ready, published, st.just(leases), counts, left),
-            st.builds(Degraded, published, st.just(leases), left),
-            st.builds(Releasing, published, st.just(leases), counts, counts, counts),
+            st.builds(Staging, shards, left),
+            st.builds(Ready, shards, st.just(leases), counts, left),
+            st.builds(Degraded, shards, st.just(leases), left),
+            st.builds(Releasing, shards, st.just(leases), counts, counts, counts),
             st.builds(Retired, counts),
         )
     )

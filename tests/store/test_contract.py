@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from modelexpress_rl.server.stores import open_store
 from modelexpress_rl.server.stores.port import (
     Change,
     Committed,
@@ -15,7 +16,7 @@ from modelexpress_rl.server.stores.port import (
     VersionEntry,
 )
 from tests.store.harness import Harness
-from tests.store.records import ODD_IDS, entry, retired, spec, worker
+from tests.store.records import ODD_IDS, entry, published, retired, spec, worker
 
 pytestmark = pytest.mark.anyio
 
@@ -110,6 +111,34 @@ class TestVersions:
             assert (await store.read_version(uid)).stored.entry == entry(uid, sequence, model=uid)
             assert await store.active_versions(uid) == [uid]
         assert len(await store.list_versions(None, after=None, limit=100)) == len(ODD_IDS)
+
+
+class TestReadingTogether:
+    async def test_a_version_comes_with_its_publishers_and_whoever_is_asked_for(self, store: Store) -> None:
+        for name in ("t0", "t1", "t2", "g"):
+            await put_worker(store, name)
+        read, workers = await store.read_version_and_workers("v", ["g", "nobody"])
+        assert (read.stored, set(workers.workers)) == (None, {"g"})
+        made = await put(store, published("v", "t0", "t1"))
+        for asked, found in (((), {"t0", "t1"}), (("g", "nobody"), {"t0", "t1", "g"})):
+            read, workers = await store.read_version_and_workers("v", asked)
+            assert read.stored.entry == published("v", "t0", "t1")
+            assert set(workers.workers) == found
+            assert workers.workers["t0"].record == worker("t0")
+        await put(store, published("v", "t2"), expected=made.revision)
+        assert set((await store.read_version_and_workers("v", ()))[1].workers) == {"t2"}
+
+    async def test_what_another_server_committed_is_seen(self, store: Store, harness: Harness) -> None:
+        if harness.kind in ("memory", "sqlite"):
+            return  # one server at a time
+        other = open_store(harness.address, harness.clock)
+        for name in ("t0", "t1"):
+            await put_worker(store, name)
+        made = await put(store, published("v", "t0"))
+        made = await put(other, published("v", "t1"), expected=made.revision)
+        read, workers = await store.read_version_and_workers("v", ())
+        assert (read.stored.revision, set(workers.workers)) == (made.revision, {"t1"})
+        await other.close()
 
 
 class TestListing:

@@ -118,7 +118,7 @@ class TestOpening:
 
     @pytest.mark.parametrize("address", ["", "sqlite", "sqlite:", "memory:x", "redis:x", "file:x"])
     def test_an_address_of_no_kind(self, address: str) -> None:
-        with pytest.raises(UsageError, match="memory, sqlite:PATH or redis://|address of the Redis store"):
+        with pytest.raises(UsageError, match=r"memory, sqlite:PATH or redis://|address of the Redis store"):
             open_store(address)
 
 

@@ -25,6 +25,7 @@ from modelexpress_rl.server.stores.port import (
     VersionEntry,
     VersionRead,
     WorkersRead,
+    publishers,
 )
 from statemachines.ids import ModelName, VersionId, WorkerId
 from statemachines.version import VersionState
@@ -115,6 +116,13 @@ class MemoryStore:
 
     async def read_version(self, uid: VersionId) -> VersionRead:
         return VersionRead(self.clock.now_ms(), self._versions.get(uid))
+
+    async def read_version_and_workers(
+        self, uid: VersionId, worker_ids: Collection[WorkerId]
+    ) -> tuple[VersionRead, WorkersRead]:
+        read = await self.read_version(uid)
+        wanted = publishers(read.stored.entry) if read.stored else set[WorkerId]()
+        return read, await self.read_workers(wanted.union(worker_ids))
 
     async def commit_version(
         self,

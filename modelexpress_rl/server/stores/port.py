@@ -54,6 +54,11 @@ class VersionEntry:
     reason: str = ""
 
 
+def publishers(entry: VersionEntry) -> set[WorkerId]:
+    """The workers that a version's publications are of."""
+    return {shard.worker_id for shard in entry.record.publications.values()}
+
+
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
     """An entry, the revision it was committed under, and when it next has something due."""
@@ -160,6 +165,12 @@ class Store(Protocol):
 
     async def read_version(self, uid: VersionId) -> VersionRead:
         """Read one version."""
+        ...
+
+    async def read_version_and_workers(
+        self, uid: VersionId, worker_ids: Collection[WorkerId]
+    ) -> tuple[VersionRead, WorkersRead]:
+        """As `read_version`, then `read_workers` of its publishers and of `worker_ids`, at less cost."""
         ...
 
     async def commit_version(

@@ -28,6 +28,7 @@ from modelexpress_rl.server.stores.port import (
     VersionEntry,
     VersionRead,
     WorkersRead,
+    publishers,
 )
 from modelexpress_rl.server.stores.sqlite_thread import Database, SqliteThread
 from statemachines.ids import ModelName, VersionId, WorkerId
@@ -88,6 +89,13 @@ class SqliteStore:
         entry = codec.decode_version(uid, body)
         self._keep(uid, revision, entry)
         return VersionRead(now_ms, StoredVersion(entry, revision, wake_at_ms))
+
+    async def read_version_and_workers(
+        self, uid: VersionId, worker_ids: Collection[WorkerId]
+    ) -> tuple[VersionRead, WorkersRead]:
+        read = await self.read_version(uid)
+        wanted = publishers(read.stored.entry) if read.stored else set[WorkerId]()
+        return read, await self.read_workers(wanted.union(worker_ids))
 
     async def commit_version(
         self,

@@ -17,6 +17,7 @@ from modelexpress_rl.server.stores.port import (
     VersionEntry,
     VersionRead,
     WorkersRead,
+    publishers,
 )
 from modelexpress_rl.server.stores.redis import keys, scripts
 from modelexpress_rl.server.stores.redis.claims import Claims
@@ -48,21 +49,19 @@ class Versions(Workers, Claims):
         self, uid: VersionId, worker_ids: Collection[WorkerId]
     ) -> tuple[VersionRead, WorkersRead]:
         known = self._decoded.get(uid)
-        wanted = set(worker_ids) | (_publishers(known[1]) if known else set())
-        if len(self._buckets.all) > 1 or len(wanted) > keys.MOST_AT_ONCE:
-            read, now_ms, rows = await self.read_version(uid), 0, dict[str, Row]()
-        else:  # all of it is in one place, and is read in one step
-            ids = list(wanted)
-            number, bucket = self._place(uid)
-            where = [bucket.version(uid), *map(bucket.worker, ids)]
-            answer = await self._run(number, scripts.READ, where, _revision(known))
-            read, now_ms = self._version_read(uid, answer[:4], known), int(answer[0])
-            rows = dict(zip(ids, rows_of(answer[3:]), strict=True))
-        publishers = _publishers(read.stored.entry) if read.stored else set[WorkerId]()
-        if missing := (publishers | set(worker_ids)) - rows.keys():
-            later_ms, more = await self._rows(missing, Bucket.worker)
-            now_ms, rows = now_ms or later_ms, rows | more
-        return read, workers_read(now_ms or read.now_ms, rows)
+        guess = {*publishers(known[1]), *worker_ids} if known else set(worker_ids)
+        if len(self._buckets.all) > 1 or len(guess) > keys.MOST_AT_ONCE:
+            guess = set()
+        # What is in one place is read in one step.
+        number, bucket = self._place(uid)
+        where = [bucket.version(uid), *map(bucket.worker, guess)]
+        answer = await self._run(number, scripts.READ, where, _revision(known))
+        read = self._version_read(uid, answer[:4], known)
+        rows: dict[str, Row] = dict(zip(guess, rows_of(answer[3:]), strict=True))
+        wanted = {*publishers(read.stored.entry), *worker_ids} if read.stored else set(worker_ids)
+        if missing := wanted - rows.keys():
+            rows |= (await self._rows(missing, Bucket.worker))[1]
+        return read, workers_read(read.now_ms, {name: rows[name] for name in wanted})
 
     async def commit_version(
         self,
@@ -182,7 +181,3 @@ def _stored(uid: VersionId, row: Row, known: VersionEntry | None) -> StoredVersi
 
 def _uid_of(member: bytes) -> VersionId:
     return VersionId(keys.version_of(member)[2])
-
-
-def _publishers(entry: VersionEntry) -> set[WorkerId]:
-    return {shard.worker_id for shard in entry.record.publications.values()}
