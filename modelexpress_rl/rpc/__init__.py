@@ -7,7 +7,7 @@ async with plane.watch_version(v1.WatchVersionRequest(version_id="v1")) as messa
 await plane.aclose()
 """
 
-from modelexpress_rl.rpc.address import Address, parse_address
+from modelexpress_rl.rpc.address import Address, parse_address, parse_addresses
 from modelexpress_rl.rpc.auth import Credentials, NoCredentials, TokenFile
 from modelexpress_rl.rpc.channel import GRPC_SERVER_OPTIONS, MAX_MESSAGE_BYTES
 from modelexpress_rl.rpc.clients import (
@@ -66,5 +66,6 @@ __all__ = [
     "Unimplemented",
     "WorkerEndpoint",
     "parse_address",
+    "parse_addresses",
     "retry",
 ]

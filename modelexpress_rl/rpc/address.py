@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from modelexpress_rl.errors import UsageError
 
@@ -20,10 +20,33 @@ class Address:
     secure: bool = False
     scheme: str | None = field(default=None, compare=False, repr=False)
     """As it was written, so that "without TLS" can be told from "nothing was said"."""
+    others: tuple[Address, ...] = ()
+    """Further servers of the same store."""
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return ",".join((f"{host}:{self.port}", *map(str, self.others)))
+
+
+def parse_addresses(text: str, *, what: str = "address") -> Address:
+    """Reads one address or several, separated by commas, of servers that share one store.
+
+    A scheme at the first counts for those without one.
+
+    Raises:
+        UsageError: as `parse_address`; or some are to be dialled with TLS and some without.
+    """
+    first, *others = [part.strip() for part in text.split(",")]
+    address = parse_address(first, what=what)
+    prefix = f"{address.scheme}://" if address.scheme in ("http", "https", "grpc", "grpcs") else ""
+    rest: list[Address] = []
+    for other in others:
+        parsed = parse_address(other if "://" in other else prefix + other, what=what)
+        if parsed.secure is not address.secure:
+            raise UsageError(f"{what}: {text!r} has servers with TLS and servers without")
+        if parsed not in (address, *rest):
+            rest.append(parsed)
+    return replace(address, others=tuple(rest))
 
 
 def parse_address(text: str, *, what: str = "address") -> Address:

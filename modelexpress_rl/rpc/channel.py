@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
@@ -50,6 +51,8 @@ GRPC_SERVER_OPTIONS = (
 
 _WINDOW_BYTES = 16 * 2**20
 _CLEANUP_S = 1.0
+# Silence is noticed after 10 s and three unanswered probes; unacknowledged data after 20 s.
+_TCP_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 
 
 class Client:
@@ -87,6 +90,20 @@ class Client:
         with anyio.CancelScope(shield=True):
             await asyncio.sleep(0)
             await asyncio.sleep(0)
+
+    async def connect(self, timeout_s: float) -> None:
+        """Makes sure that there is a connection; returns at once where there is one.
+
+        Raises:
+            RpcError: there is none after `timeout_s`; nothing was sent.
+        """
+        channel = self._dial()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _in_own_task(channel.__connect__())
+        except Exception as error:
+            self._drop(channel)
+            raise self._translated(error, "connecting", timeout_s, sent=False) from error
 
     async def __aenter__(self) -> Self:
         return self
@@ -282,9 +299,23 @@ class _Connection(H2Protocol):
 
     lost_by: BaseException | None = None
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        _keep_alive(transport.get_extra_info("socket"))
+
     def connection_lost(self, exc: BaseException | None) -> None:
         self.lost_by = exc
         super().connection_lost(exc)
+
+
+def _keep_alive(connection: socket.socket | None) -> None:
+    """Have the kernel end a connection whose peer's host is gone: HTTP/2 pings would offend some servers."""
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _TCP_KEEPALIVE.items():
+        if hasattr(socket, name):  # they are named so on Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _doubt(ssl_context: SSLContext | None) -> str:

@@ -5,16 +5,25 @@ Every RPC is an async method that takes its request message and `timeout_s` (a s
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Self, TypeVar
+
+from google.protobuf.message import Message
 
 from modelexpress_rl import envs
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.rpc import tls
-from modelexpress_rl.rpc.address import parse_address
+from modelexpress_rl.rpc.address import Address, parse_addresses
 from modelexpress_rl.rpc.auth import TokenFile
-from modelexpress_rl.rpc.channel import Client
+from modelexpress_rl.rpc.channel import Client, Metadata
 from modelexpress_rl.rpc.methods import ServerStream, Unary
+from modelexpress_rl.rpc.replicas import Replicas
+
+Q = TypeVar("Q", bound=Message)
+A = TypeVar("A", bound=Message)
 
 REFIT_SERVICE = "model_express.refit.RefitService"
 WORKER_SERVICE = "model_express.refit.RefitWorkerService"
@@ -25,7 +34,40 @@ DIGEST_SERVICE = "modelexpress_rl.v1.RefitWorkerDigestService"
 class ControlPlane(Client):
     """RefitService, which every server has, and RefitControlService, which an older one answers with
     `Unimplemented`.
+
+    Where the address names several servers, each call goes to one of them, and elsewhere when that fails.
     """
+
+    def __init__(self, address: Address, **options: Any) -> None:
+        super().__init__(address, **options)
+        self._replicas: Replicas | None = None
+        if address.others:
+            each = (replace(address, others=()), *address.others)
+            self._replicas = Replicas([ControlPlane(one, **options) for one in each])
+
+    async def call(
+        self, method: Unary[Q, A], request: Q, timeout_s: float | None, metadata: Metadata | None = None
+    ) -> A:
+        """One unary call; see `Unary`."""
+        if self._replicas is None:
+            return await super().call(method, request, timeout_s, metadata)
+        timeout_s = self.rpc_timeout_s if timeout_s is None else timeout_s
+        return await self._replicas.call(method, request, timeout_s, metadata)
+
+    @asynccontextmanager
+    async def stream(
+        self, method: ServerStream[Q, A], request: Q, silence_s: float
+    ) -> AsyncGenerator[AsyncIterator[A], None]:
+        """One server-streaming call; see `ServerStream`."""
+        streamed = super().stream if self._replicas is None else self._replicas.stream
+        async with streamed(method, request, silence_s) as messages:
+            yield messages
+
+    async def aclose(self) -> None:
+        """Closes every connection; idempotent."""
+        await super().aclose()
+        if self._replicas is not None:
+            await self._replicas.aclose()
 
     @classmethod
     def dial(cls, server_url: str | None = None, *, rpc_timeout_s: float = 30.0) -> Self:
@@ -39,7 +81,7 @@ class ControlPlane(Client):
         text, what = (server_url, "server_url") if server_url else (envs.server_url(), envs.server_url_name())
         token_path = envs.auth_token_path()
         return cls(
-            parse_address(text, what=what),
+            parse_addresses(text, what=what),
             rpc_timeout_s=rpc_timeout_s,
             credentials=TokenFile(token_path) if token_path else None,
         )

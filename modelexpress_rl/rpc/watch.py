@@ -27,7 +27,8 @@ from modelexpress_rl.rpc.retry import Backoff
 from modelexpress_rl.version import VersionState, VersionStatus, WeightVersionState
 
 _END = tuple(VersionState)
-_REDIAL = Backoff(0.05, 2.0)
+# All watchers of a server lose it at once: they come back spread over a tenth of a second, then over more.
+_REDIAL = Backoff(0.2, 3.0)
 _POLL = Backoff(0.05, 1.0)
 _RNG = random.Random()
 _PASSING = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})

@@ -11,7 +11,7 @@ from typing import TypeVar
 from modelexpress_rl import envs
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.object_storage import ObjectStorageConfig
-from modelexpress_rl.rpc import Address, parse_address
+from modelexpress_rl.rpc import Address, parse_addresses
 from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerEngineContext, TrainerStagingMode
 from modelexpress_rl.version import WeightPayloadFormat
 
@@ -63,7 +63,7 @@ def resolve(config: ModelExpressTrainerConfig) -> TrainerSettings:
         model_name=_given("model_name", config.model_name or envs.model_name(), "MODEL_NAME"),
         worker_id=worker_id,
         agent_name=config.agent_name or f"trainer-{worker_id}-{socket.gethostname()}",
-        address=parse_address(url, what="server_url" if config.server_url else envs.server_url_name()),
+        address=parse_addresses(url, what="server_url" if config.server_url else envs.server_url_name()),
         staging_mode=mode,
         payload_format=payload,
         registration_ttl_s=_ttl_s(config.registration_ttl_seconds),
