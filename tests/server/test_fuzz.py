@@ -48,9 +48,15 @@ NUMBERS: dict[int, st.SearchStrategy[Any]] = {
 }
 
 
+def is_repeated(field: FieldDescriptor) -> bool:
+    """`label` is deprecated in protobuf 6, and `is_repeated` is not in 5."""
+    found = getattr(field, "is_repeated", None)
+    return field.label == FieldDescriptor.LABEL_REPEATED if found is None else bool(found)
+
+
 def value_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     one = message_of(field.message_type) if field.message_type is not None else NUMBERS[field.type]
-    return st.lists(one, max_size=3) if field.is_repeated else one
+    return st.lists(one, max_size=3) if is_repeated(field) else one
 
 
 def message_of(descriptor: Any) -> st.SearchStrategy[Any]:

@@ -183,7 +183,7 @@ class Orchestrator:
             step.doing = "refitting"
             await self._refit(peers, step, reference)
         step.doing = "releasing"
-        await control.delete_weight_version(step.version)
+        await self._release(control, step)
         reusable = await _ask_all(peers.trainers, "release", "reusable", version=step.version)
         in_place = self._options.mode == "IN_PLACE"
         step.stall_s = max(
@@ -205,6 +205,18 @@ class Orchestrator:
             expected_source_slots=self._slots,
             uid=step.version,
         )
+
+    async def _release(self, control: AsyncModelExpressControlClient, step: StepReport) -> None:
+        """Release the version; one that was lost is created and published again first."""
+        while not step.released:
+            try:
+                await control.delete_weight_version(step.version)
+                step.released = True
+            except grpc.RpcError as failure:
+                if failure.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+                await self._create(control, step)
+                await control.wait_for_state(step.version, "READY", timeout=self._options.step_timeout_s)
 
     async def _train(self, peers: Peers, step: int, reference: Path) -> None:
         answers = await _ask_all(peers.trainers, "train", "trained", step=step, reference=str(reference))
@@ -242,16 +254,22 @@ class Orchestrator:
         with scope:
             while True:
                 try:
-                    async for status in control.watch(step.version):
-                        step.saw(str(status.state))
-                    return
+                    await self._note_states(control, step)
                 except TryAgainError:
                     continue
                 except grpc.RpcError as failure:
-                    if failure.code() is not grpc.StatusCode.NOT_FOUND or step.history[-1][0] == "RELEASING":
+                    if failure.code() is not grpc.StatusCode.NOT_FOUND:
                         return
-                    step.saw("LOST")
-                    await self._create(control, step)
+                if step.released:
+                    return
+                step.saw("LOST")
+                self._board.say(f"[yellow]step {step.step}: its version was lost; creating it again[/yellow]")
+                await self._create(control, step)
+
+    async def _note_states(self, control: AsyncModelExpressControlClient, step: StepReport) -> None:
+        async for status in control.watch(step.version):
+            if str(status.state) != "FORGOTTEN" or step.released:
+                step.saw(str(status.state))
 
     def _judge(self) -> bool:
         board = self._board

@@ -30,6 +30,7 @@ class StepReport:
     stall_s: float = 0.0
     proofs: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
+    released: bool = False
     retired: anyio.Event = field(default_factory=anyio.Event)
 
     def saw(self, state: str) -> None:
