@@ -16,7 +16,7 @@ from modelexpress_rl.inference.reads import ReadCache
 from modelexpress_rl.inference.session import GeneratorSession
 from modelexpress_rl.inference.sources import SourceFetcher
 from modelexpress_rl.inference.staging import StagingPool
-from modelexpress_rl.rpc import ControlPlane, TokenFile, parse_address
+from modelexpress_rl.rpc import ControlPlane, TokenFile, parse_addresses
 from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.transport.port import Agent
 
@@ -98,7 +98,7 @@ class GeneratorParts:
 def _control_plane(settings: GeneratorSettings, network: Network) -> ControlPlane:
     token_path = envs.auth_token_path()
     return network.control_plane(
-        parse_address(settings.server_url, what=settings.server_url_name),
+        parse_addresses(settings.server_url, what=settings.server_url_name),
         rpc_timeout_s=settings.rpc_timeout_s,
         credentials=None if token_path is None else TokenFile(token_path),
     )
