@@ -62,11 +62,12 @@ def here() -> Any:
     return context if context.is_valid else None
 
 
-def inject(headers: dict[str, str]) -> dict[str, str]:
-    """`headers` with those that carry the open span to the server."""
+def headers() -> dict[str, str]:
+    """What carries the open span to a server."""
+    carrier: dict[str, str] = {}
     if _trace() is not None:
-        _propagator().inject(headers)
-    return headers
+        _propagator().inject(carrier)
+    return carrier
 
 
 def trace_id() -> str:

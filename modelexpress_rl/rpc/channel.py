@@ -25,6 +25,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 from grpclib.protocol import H2Protocol
 from h2.exceptions import H2Error
 
+from modelexpress_rl import tracing
 from modelexpress_rl.errors import StateError
 from modelexpress_rl.rpc import errors, tls
 from modelexpress_rl.rpc.address import Address
@@ -116,6 +117,16 @@ class Client:
     ) -> A:
         """One unary call; see `Unary`. A token that is refused is read again, in case it was rotated."""
         timeout_s = self.rpc_timeout_s if timeout_s is None else timeout_s
+        if not tracing.active():
+            return await self._authenticated(method, request, timeout_s, metadata)
+        attributes = {"rpc.system": "grpc", "rpc.method": method.name, "server.address": str(self.address)}
+        with tracing.span(method.name, kind="CLIENT", attributes=attributes):
+            headers = {**(metadata or {}), **tracing.headers()}
+            return await self._authenticated(method, request, timeout_s, headers)
+
+    async def _authenticated(
+        self, method: Unary[Q, A], request: Q, timeout_s: float, metadata: Metadata | None
+    ) -> A:
         sent = {**(metadata or {}), **self._credentials.metadata()}
         try:
             return await _in_own_task(self._call(method, request, timeout_s, sent))

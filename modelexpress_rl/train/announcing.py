@@ -10,6 +10,9 @@ from modelexpress_rl.errors import TryAgainError
 from modelexpress_rl.rpc import ControlPlane, FailedPrecondition, NotFound, RpcError, Unauthenticated
 from modelexpress_rl.train.version_watch import Stage, poll
 
+# The answer need not repeat the version's slots: a thousand ranks would get a thousand each.
+BRIEF = {"mx-brief": "1"}
+
 
 @dataclass(frozen=True, slots=True)
 class Filed:
@@ -58,7 +61,7 @@ async def announce(control: ControlPlane, shard: refit.WeightVersionShard, timeo
     """
     request = refit.CreateWeightVersionShardRequest(shard=shard)
     try:
-        answer = await control.create_weight_version_shard(request, timeout_s=timeout_s)
+        answer = await control.create_weight_version_shard(request, timeout_s=timeout_s, metadata=BRIEF)
     except NotFound as error:
         return NoVersion(error)
     except FailedPrecondition as error:
