@@ -81,7 +81,7 @@ class ScriptedControl(ControlPlane):
         self.handlers = handlers
         self.calls: list[str] = []
 
-    async def call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+    async def call(self, method: Any, request: Any, timeout_s: float | None, metadata: Any = None) -> Any:
         self.calls.append(method.name)
         await anyio.lowlevel.checkpoint()
         return self._answer(method.name, request)
@@ -120,7 +120,7 @@ class FaultyControl(ControlPlane):
         self.modern = modern
         self.calls: list[str] = []
 
-    async def call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+    async def call(self, method: Any, request: Any, timeout_s: float | None, metadata: Any = None) -> Any:
         self.calls.append(method.name)
         self._check(method.name)
         fault = self.always.get(method.name) or next(iter(self.faults.get(method.name, [])), None)
@@ -128,7 +128,7 @@ class FaultyControl(ControlPlane):
             self.faults[method.name].pop(0)
         if fault == "unsent":
             raise failure(grpc.StatusCode.UNAVAILABLE, method.name)
-        answer = await super().call(method, request, timeout_s)
+        answer = await super().call(method, request, timeout_s, metadata)
         if fault == "lost":
             raise failure(grpc.StatusCode.UNAVAILABLE, method.name, outcome_unknown=True)
         return answer
