@@ -96,13 +96,13 @@ class _Watcher:
 
 
 class _Watchers(Generic[K]):
-    """The watchers by what they watch."""
+    """The watchers by what they watch, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._of: dict[K, set[_Watcher]] = {}
+        self._of: dict[K, dict[_Watcher, None]] = {}
 
-    def of(self, key: K) -> frozenset[_Watcher]:
-        return frozenset(self._of.get(key, ()))
+    def of(self, key: K) -> tuple[_Watcher, ...]:
+        return tuple(self._of.get(key, ()))
 
     def keys(self) -> list[K]:
         return list(self._of)
@@ -113,11 +113,11 @@ class _Watchers(Generic[K]):
     @contextmanager
     def watching(self, key: K) -> Iterator[_Watcher]:
         watcher = _Watcher()
-        self._of.setdefault(key, set()).add(watcher)
+        self._of.setdefault(key, {})[watcher] = None
         try:
             yield watcher
         finally:
-            self._of[key].discard(watcher)
+            del self._of[key][watcher]
             if not self._of[key]:
                 del self._of[key]
 

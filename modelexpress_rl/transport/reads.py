@@ -21,7 +21,7 @@ class Completion:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._done = False
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
 
     @property
     def done(self) -> bool:
@@ -31,7 +31,7 @@ class Completion:
         """Wake everyone who waits; from any thread, more than once without harm."""
         with self._lock:
             self._done = True
-            waiters, self._waiters = self._waiters, set()
+            waiters, self._waiters = self._waiters, {}
         for waiter in waiters:
             # A loop that was closed meanwhile has nobody left to wake.
             with contextlib.suppress(RuntimeError):
@@ -43,13 +43,13 @@ class Completion:
         with self._lock:
             if self._done:
                 return True
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
         try:
             with anyio.CancelScope(deadline=deadline):
                 await waiter
         finally:
             with self._lock:
-                self._waiters.discard(waiter)
+                self._waiters.pop(waiter, None)
         return self._done
 
 
