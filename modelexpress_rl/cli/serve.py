@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import signal
+import sys
+from collections.abc import AsyncIterable
 
 import anyio
 
 from modelexpress_rl import logs
+from modelexpress_rl.cli.supervise import require_shared_store, supervise
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.server import security
 from modelexpress_rl.server.app import serving
@@ -61,14 +65,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="release a model's versions that are older than its K newest READY ones (0: never)",
     )
     parser.add_argument(
+        "--keep-last-for",
+        type=_model_and_count,
+        action="append",
+        default=[],
+        metavar="MODEL=K",
+        help="--keep-last for one model; may be given several times",
+    )
+    for option, value, what in (
+        ("--max-versions-per-model", default.max_versions_per_model, "versions that are not retired"),
+        ("--max-shards-per-version", default.max_shards_per_version, "publications, replicas included"),
+        ("--max-workers-per-model", default.max_workers_per_model, "workers that are remembered"),
+    ):
+        parser.add_argument(option, type=int, default=value, metavar="N", help=f"quota: {what} (%(default)s)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="server processes on this one port, for more than one core; needs a Redis store (%(default)s)",
+    )
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
         "--metrics-port",
         type=int,
         metavar="PORT",
-        help="serve Prometheus metrics, /healthz and /readyz here, 0 for a free port (off)",
+        help="serve Prometheus metrics, /healthz and /readyz here, 0 for a free port; each of --workers "
+        "has a port of its own, counted up from this one (off)",
     )
     _add_security(parser)
     parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="(%(default)s)")
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help="(%(default)s)")
+
+
+def _model_and_count(text: str) -> tuple[str, int]:
+    model_name, equals, count = text.rpartition("=")
+    if not (equals and model_name and count.isascii() and count.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=K, such as org/model=3")
+    return model_name, int(count)
 
 
 def _add_security(parser: argparse.ArgumentParser) -> None:
@@ -130,13 +164,21 @@ def run(options: argparse.Namespace) -> int:
     for name, port in (("--port", options.port), ("--metrics-port", options.metrics_port or 0)):
         if not 0 <= port <= 65_535:
             raise UsageError(f"{name} must be between 0 and 65535, not {port}")
+    require_shared_store(options.workers, options.store)
     settings = Settings(
         drain_deadline_ms=options.drain_deadline,
         retention_ms=options.retention,
         max_lease_ttl_ms=options.max_lease_ttl,
         keep_last=options.keep_last,
+        keep_last_for=dict(options.keep_last_for),
+        max_versions_per_model=options.max_versions_per_model,
+        max_shards_per_version=options.max_shards_per_version,
+        max_workers_per_model=options.max_workers_per_model,
     )
-    anyio.run(_serve, options, settings, security_of(options))
+    asked = security_of(options)
+    if options.workers > 1:
+        return supervise(options)
+    anyio.run(_serve, options, settings, asked)
     return 0
 
 
@@ -150,6 +192,7 @@ async def _serve(options: argparse.Namespace, settings: Settings, asked: ServerS
                 port=options.port,
                 settings=settings,
                 metrics_port=options.metrics_port,
+                share_port=options.supervised,
                 security=asked,
             ) as running:
                 if running.metrics_port is not None:
@@ -158,9 +201,34 @@ async def _serve(options: argparse.Namespace, settings: Settings, asked: ServerS
                 print(
                     f"mx-rl serve: listening on {running.address} (store {shown(options.store)})", flush=True
                 )
-                async for number in signals:
-                    logging.getLogger(__name__).info("%s: stopping", signal.Signals(number).name)
-                    break
+                why = await _told_to_stop(signals, supervised=options.supervised)
+                logging.getLogger(__name__).info("%s: stopping", why)
         finally:
             with anyio.CancelScope(shield=True):
                 await store.close()
+
+
+async def _told_to_stop(signals: AsyncIterable[signal.Signals], *, supervised: bool) -> str:
+    """Wait for a signal, or for the end of the supervisor, with which our stdin ends."""
+    why = ""
+    async with anyio.create_task_group() as tasks:
+
+        async def wait_for_end() -> None:
+            nonlocal why
+            ended = anyio.Event()
+            loop = asyncio.get_running_loop()
+            loop.add_reader(sys.stdin.fileno(), ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(sys.stdin.fileno())
+            why = "the supervisor is gone"
+            tasks.cancel_scope.cancel()
+
+        if supervised:
+            tasks.start_soon(wait_for_end)
+        async for number in signals:
+            why = signal.Signals(number).name
+            break
+        tasks.cancel_scope.cancel()
+    return why

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from modelexpress_rl.errors import TryAgainError
+from modelexpress_rl.server.quotas import QuotaExceeded
 from modelexpress_rl.server.stores.port import Stopping
 from statemachines.kernel import Reason, Refused
 
@@ -67,6 +68,9 @@ def stream(
 async def _abort(error: Exception, rpc: str, context: Context) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, QuotaExceeded):
+        _LOG.warning("%s: %s", rpc, error)
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
     if isinstance(error, Refused):
         await context.abort(CODES[error.reason], error.message)
     if isinstance(error, TryAgainError):

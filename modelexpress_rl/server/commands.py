@@ -7,6 +7,7 @@ the order of the wire; everything else is the machine's to allow or to refuse.
 from __future__ import annotations
 
 from modelexpress_rl.server.fold import Command
+from modelexpress_rl.server.quotas import require_room_for_shards
 from statemachines import lease, version
 from statemachines.ids import LeaseId, SlotId, WorkerId, lease_id_of
 from statemachines.kernel import Reason, Refused
@@ -37,10 +38,16 @@ WIRE_STATE = {
 SETTLE = Command(lambda record, moment: None)
 
 
-def publish(shard: Publication) -> Command:
-    """A worker publishes a slot."""
+def publish(shard: Publication, most: int | None = None) -> Command:
+    """A worker publishes a slot; a version has at most `most` publications."""
+
+    def event(record: VersionRecord, moment: Moment) -> Event:
+        if most is not None and shard.key not in record.publications:
+            require_room_for_shards(record.uid, len(record.publications) + 1, most)
+        return PublishShard(shard)
+
     return Command(
-        lambda record, moment: PublishShard(shard),
+        event,
         (shard.worker_id,),
         f"worker {shard.worker_id} published slot {shard.slot_id}, the last one that was missing",
     )

@@ -23,10 +23,12 @@ async def create(
     uid: VersionId | None,
     spec: VersionSpec,
     settle: Callable[[VersionId], Awaitable[None]],
+    require_room: Callable[[VersionSpec], Awaitable[None]],
 ) -> tuple[View, bool]:
     """Create a version, or find the one that an equal request created; answers whether it is new.
 
     `settle` commits what is due on a version: one whose retention is over gives up its uid then.
+    `require_room` raises where the quotas leave none for a new version.
 
     Raises:
         Refused: the request contradicts itself, its base does not serve, or key or uid are taken.
@@ -40,6 +42,8 @@ async def create(
     elif uid is not None and (present := await _present(store, uid, settle)) is not None:
         return _require_own(present, spec), False
     await _require_base(store, spec)
+    if holder is None:
+        await require_room(spec)
     wanted = KeyHolder(uid or VersionId(uuid4().hex[:8]), spec)
     holder = await store.claim_key(spec.idempotency_key, wanted)
     _require_same(holder, uid, spec)

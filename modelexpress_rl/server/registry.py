@@ -21,6 +21,7 @@ from modelexpress_rl.server.fold import Command, Fold, Outcome
 from modelexpress_rl.server.lanes import Lanes
 from modelexpress_rl.server.observer import NOBODY, Observer
 from modelexpress_rl.server.policy import superseded
+from modelexpress_rl.server.quotas import require_room_for_shards, version_quota
 from modelexpress_rl.server.settings import Settings
 from modelexpress_rl.server.stores.port import Place, Store, StoreUnavailable, VersionEntry
 from modelexpress_rl.server.views import View, view, views
@@ -55,6 +56,7 @@ class Registry:
             armed=self._armed,
             observer=observer,
         )
+        self._versions = version_quota(store, settings)
         self.workers = Workers(store, settings, lost=self._worker_lost, armed=self._armed)
 
     @classmethod
@@ -71,7 +73,8 @@ class Registry:
 
     async def create(self, uid: VersionId | None, spec: VersionSpec) -> View:
         """Create a version, or answer the record of an equal request; see `creation.create`."""
-        found, is_new = await self._bounded(creation.create(self.store, uid, spec, self.settle))
+        creating = creation.create(self.store, uid, spec, self.settle, self._require_room)
+        found, is_new = await self._bounded(creating)
         if is_new:
             _tell(found.entry, "new")
         if is_new and found.record.state is VersionState.READY:
@@ -115,6 +118,12 @@ class Registry:
         read = await self._bounded(self.store.list_workers(model_name))
         return read.now_ms, [read.workers[worker_id].record for worker_id in sorted(read.workers)]
 
+    async def _require_room(self, spec: VersionSpec) -> None:
+        require_room_for_shards(
+            "the new version", len(spec.expected_slots), self.settings.max_shards_per_version
+        )
+        await self._versions.require_room(spec.model_name)
+
     def on_armed(self, listener: Callable[[int | None], None]) -> None:
         """Call `listener` with each wake that this server commits."""
         self._listeners.append(listener)
@@ -143,19 +152,20 @@ class Registry:
                 self._after_ready(effect)
 
     def _after_ready(self, effect: ModelReady) -> None:
-        if self.settings.keep_last:
+        if self.settings.keep_last_of(effect.model_name):
             self._tasks.start_soon(self._quietly, self._keep_last, effect.model_name, effect.uid)
 
     def _worker_lost(self, model_name: ModelName, effect: WorkerLost) -> None:
         self._tasks.start_soon(self._quietly, self._recheck, model_name, effect.worker_id)
 
     async def _keep_last(self, model_name: ModelName, newer: str) -> None:
+        keep_last = self.settings.keep_last_of(model_name)
         active = [
             found
             for uid in await self.store.active_versions(model_name)
             if (found := await self._seen(uid)) is not None
         ]
-        for uid in superseded([found.record for found in active], self.settings.keep_last):
+        for uid in superseded([found.record for found in active], keep_last):
             command = commands.supersede(newer, self.settings.drain_deadline_ms, self.settings.retention_ms)
             await self.command(uid, command)
 

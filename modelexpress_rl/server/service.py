@@ -74,7 +74,8 @@ class RefitService(refit_pb2_grpc.RefitServiceServicer):
         self, request: refit.CreateWeightVersionShardRequest, context: Any
     ) -> refit.CreateWeightVersionShardResponse:
         uid, shard = wire.shard_in(request.shard)
-        outcome = await self._registry.command(uid, commands.publish(shard))
+        command = commands.publish(shard, self._settings.max_shards_per_version)
+        outcome = await self._registry.command(uid, command)
         return refit.CreateWeightVersionShardResponse(
             shard=wire.shard_out(uid, shard),
             version=wire.version_out(outcome.after, brief=wire.wants_brief(context.invocation_metadata())),

@@ -39,6 +39,7 @@ CAPABILITIES = (
 PAGE_DEFAULT = 100
 PAGE_MOST = 1000
 HEARTBEAT_LEAST_MS = 100
+MAX_TOKEN = 32 * 1024  # a model's name of the greatest length, escaped and encoded
 
 
 class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
@@ -93,7 +94,7 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
         if unknown := wanted - {int(value) for value in v1.VersionState.values()[1:]}:
             raise wire.invalid(f"states has {min(unknown)}, which is none")
         page = await self._registry.list_versions(
-            ModelName(request.model_name) if request.model_name else None,
+            _model_in(request.model_name),
             after=_place_in(request.page_token),
             limit=limit,
         )
@@ -109,9 +110,7 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
     @unary
     async def ListWorkers(self, request: v1.ListWorkersRequest, context: Any) -> v1.ListWorkersResponse:
         role = wire.role_in(request.role) if request.role else None
-        now_ms, workers = await self._registry.registrations(
-            ModelName(request.model_name) if request.model_name else None
-        )
+        now_ms, workers = await self._registry.registrations(_model_in(request.model_name))
         return v1.ListWorkersResponse(
             workers=[
                 wire.worker_status_out(worker, now_ms)
@@ -223,6 +222,11 @@ def _lease_answer(outcome: Outcome, worker_id: WorkerId) -> v1.VersionLeaseRespo
     )
 
 
+def _model_in(model_name: str) -> ModelName | None:
+    """None: of every model."""
+    return ModelName(wire.text("model_name", model_name)) if model_name else None
+
+
 def _place_out(found: View) -> str:
     place = json.dumps([found.record.spec.model_name, found.record.sequence])
     return base64.urlsafe_b64encode(place.encode()).decode()
@@ -231,6 +235,7 @@ def _place_out(found: View) -> str:
 def _place_in(token: str) -> Place | None:
     if not token:
         return None
+    wire.text("page_token", token, MAX_TOKEN)
     try:
         model_name, sequence = json.loads(base64.urlsafe_b64decode(token.encode()))
         str.encode(model_name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from modelexpress_rl.errors import UsageError
 
@@ -14,7 +15,9 @@ class Settings:
     """Spans and bounds; the defaults suit a job whose steps take minutes.
 
     `keep_last` 0 leaves the release of versions to the orchestrator; `k` releases every version of a
-    model that is older than its k newest READY ones.
+    model that is older than its k newest READY ones; `keep_last_for` says otherwise for some models.
+    The `max_*_per_*` are quotas, far from what a job needs: they keep a program that runs away from
+    filling the store.
 
     Raises:
         UsageError: a value is outside what makes sense; the message names it.
@@ -25,6 +28,10 @@ class Settings:
     max_lease_ttl_ms: int = 300_000
     max_registration_ttl_ms: int = 259_200_000
     keep_last: int = 0
+    keep_last_for: Mapping[str, int] = field(default_factory=dict[str, int])
+    max_versions_per_model: int = 100_000
+    max_shards_per_version: int = 131_072
+    max_workers_per_model: int = 100_000
     command_timeout_s: float = 10.0
     watch_heartbeat_ms: int = 15_000
 
@@ -33,10 +40,19 @@ class Settings:
             _within(name, getattr(self, name), 0)
         for name in ("max_lease_ttl_ms", "max_registration_ttl_ms", "watch_heartbeat_ms"):
             _within(name, getattr(self, name), 1)
-        if self.keep_last < 0:
-            raise UsageError(f"keep_last must be 0 (off) or more, not {self.keep_last}")
+        for name, keep in (("", self.keep_last), *self.keep_last_for.items()):
+            if keep < 0:
+                about = f"keep_last for {name!r}" if name else "keep_last"
+                raise UsageError(f"{about} must be 0 (off) or more, not {keep}")
+        for name in ("max_versions_per_model", "max_shards_per_version", "max_workers_per_model"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be 1 or more, not {getattr(self, name)}")
         if self.command_timeout_s <= 0:
             raise UsageError(f"command_timeout_s must be positive, not {self.command_timeout_s}")
+
+    def keep_last_of(self, model_name: str) -> int:
+        """How many READY versions of a model are kept; 0: all that nobody releases."""
+        return self.keep_last_for.get(model_name, self.keep_last)
 
 
 def _within(name: str, value_ms: int, least_ms: int) -> None:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import anyio
 
+from modelexpress_rl.server.quotas import worker_quota
 from modelexpress_rl.server.settings import Settings
 from modelexpress_rl.server.stores.port import Committed, Store, StoredWorker, StoreUnavailable
 from statemachines import worker
@@ -43,6 +44,7 @@ class Workers:
         self._settings = settings
         self._lost = lost
         self._armed = armed
+        self._quota = worker_quota(store, settings)
 
     async def register(
         self, worker_id: WorkerId, role: WorkerRole, model_name: ModelName, ttl_ms: int
@@ -50,7 +52,7 @@ class Workers:
         """Register, or renew where role and model are the same and the life is not over.
 
         Raises:
-            Refused: the id is live with another role or model.
+            Refused: the id is live with another role or model, or the model has its quota of workers.
         """
 
         async def change(stored: StoredWorker | None, now_ms: int) -> _Change:
@@ -59,6 +61,7 @@ class Workers:
             else:
                 event = Register(role, model_name, ttl_ms, await self._store.next_sequence())
             if stored is None:
+                await self._quota.require_room(model_name)
                 return _Change(worker.begin(worker_id, event, now_ms))
             decision = worker.decide(stored.record, event, now_ms)
             return _Change(decision.record, decision.effects)

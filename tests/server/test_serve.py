@@ -88,12 +88,15 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (["--store", "postgres:x"], "memory or sqlite:PATH"),
+            (["--store", "postgres:x"], "memory, sqlite:PATH or redis"),
             (["--store", "sqlite:/nowhere/at/all/store.db"], "No such file or directory"),
             (["--port", "70000"], "--port must be between"),
             (["--keep-last", "-1"], "keep_last"),
             (["--max-lease-ttl", "0s"], "max_lease_ttl_ms"),
             (["--retention", "soon"], "'soon' is not a span"),
+            (["--keep-last-for", "model"], "'model' is not MODEL=K"),
+            (["--keep-last-for", "=3"], "'=3' is not MODEL=K"),
+            (["--max-workers-per-model", "0"], "max_workers_per_model"),
         ],
     )
     async def test_options(self, options: list[str], words: str) -> None:
