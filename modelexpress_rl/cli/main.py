@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command.name == chosen:
             module = cast(_Module, importlib.import_module(command.module))
             module.configure(subparser)
-            subparser.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run, words=words)
     options = parser.parse_args(words)
     try:
         return cast(int, options.run(options))
