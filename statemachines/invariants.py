@@ -131,6 +131,8 @@ def p5_nothing_is_for_ever(world: World) -> str | None:
     for shard in record.publications.values():
         if not _is_live(world, shard.worker_id, shard.life):
             return f"the publication of {shard.worker_id} is on file after its registration"
+    if record.state is VersionState.RELEASING and not record.leases and not record.publications:
+        return "nobody reads or publishes the version, and it is not RETIRED"
     return None
 
 

@@ -103,6 +103,8 @@ def one_tick(world: World) -> World:
     while world.post:
         world = _do(world, ("deliver", 0))
     for i in range(len(world.trainers)):
+        if "drained" in trainers.events_of(world, i):
+            world = _do(world, ("trainer", i, "drained"))
         outcome = Outcome.LOST if world.trainers[i].cut_off else Outcome.OK
         for kind in (Kind.REGISTER, Kind.ANNOUNCE, Kind.DRAIN):
             if kind in trainers.calls_of(world, i):

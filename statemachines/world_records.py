@@ -31,7 +31,8 @@ class Config:
     """A small world: one trainer for each entry of `slots`, and what may go wrong how often.
 
     `unanswered` calls are lost, answered into the void, carried out late, or answered late. `stray` adds
-    timers that fire at any time and commands of the wrong worker.
+    timers that fire at any time and commands of the wrong worker. As on a real server, retention is longer
+    than a lease and than a call can be under way.
     """
 
     slots: tuple[str, ...] = ("a",)
@@ -40,7 +41,7 @@ class Config:
     lease_ttl_ms: int = 2
     margin_ms: int = 0
     drain_ms: int = 1
-    retention_ms: int = 2
+    retention_ms: int = 3
     call_life_ms: int = 1
     unanswered: int = 0
     cuts: int = 0
