@@ -56,6 +56,7 @@ def parse_address(text: str, *, what: str = "address") -> Address:
         UsageError: it has no host or no port, or more than those.
     """
     scheme, rest = _split_scheme(text.strip())
+    text = _shown(text)
     if scheme not in (None, *_PLAIN, *_SECURE):
         raise UsageError(f"{what}: {text!r} has an unknown scheme {scheme!r}; expected {_ACCEPTED}")
     host, colon, port = rest.removesuffix("/").rpartition(":")
@@ -66,6 +67,14 @@ def parse_address(text: str, *, what: str = "address") -> Address:
     if not (colon and _is_host(host) and _is_port(port)):
         raise UsageError(f"{what}: {text!r} is not an address; expected {_ACCEPTED}")
     return Address(host, int(port), secure=scheme in _SECURE, scheme=scheme)
+
+
+def _shown(text: str) -> str:
+    """What may be put into an error: no password."""
+    head, at, tail = text.rpartition("@")
+    return (
+        f"{head.partition('://')[0]}://...@{tail}" if at and "://" in head else f"...@{tail}" if at else text
+    )
 
 
 def _split_scheme(text: str) -> tuple[str | None, str]:
