@@ -68,7 +68,8 @@ class StagedWeightVersionShard:
         Raises:
             RpcError: refused (it is also a `grpc.RpcError`); the buffers are free again.
             Unavailable: no confirmation within the RPC timeout. It counts as announced, and the
-                announcement goes on in the background.
+                announcement goes on in the background; or it never was, where the control plane has been
+                away for very long, and the buffers are free again.
             StateError: it was released before it was published.
         """
         await self._runtime.publish(self._staged)

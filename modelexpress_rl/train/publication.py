@@ -78,6 +78,7 @@ class Publication:
         self._created_ms: int | None = None
         self._lost_bound_ms: int | None = None
         self._closing = False
+        self._given_up = False
         self._rng = random.Random()
 
     def __str__(self) -> str:
@@ -129,7 +130,8 @@ class Publication:
         Raises:
             RpcError: it was refused; the buffers are free again.
             Unavailable: no answer within the RPC timeout; it counts as announced, and the announcement
-                goes on in the background.
+                goes on in the background. Or the control plane has been away for so long that it was
+                never announced: the buffers are free again.
             StateError: it was released before it was published.
         """
         if self._is_confirmed():
@@ -151,6 +153,11 @@ class Publication:
                 f"{self}: the control plane at {self._ports.control.address} did not confirm the "
                 f"announcement within {self._ports.rpc_timeout_s:g} s; it counts as announced and goes on "
                 "in the background"
+            )
+        if self._given_up:
+            raise Unavailable(
+                f"{self}: the control plane at {self._ports.control.address} has been away for so long that "
+                "no reader is left, and nothing was announced: its buffers are free, stage it again"
             )
         raise StateError(f"{self} is {self.state.value}: it can't be published any more")
 
@@ -395,6 +402,13 @@ class Publication:
     async def _ring(self, say: Say, at_ms: int) -> None:
         while (left_ms := at_ms - self._ports.clock.now_ms()) > 0:
             await self._ports.clock.sleep(left_ms / 1000)
+        registration, phase = self._ports.registration, self.record.phase
+        gone_ms = registration.readers_gone_ms(self._ports.lease_bound_ms)
+        if not registration.cut_off and gone_ms > at_ms and not getattr(phase, "forgotten", False):
+            # We are registered again, and have not seen the version yet: readers may be sent here still.
+            say(records.ServerUnreachable(gone_ms))
+            return
+        self._given_up = not self._ever_announced
         say(records.BoundPassed())
 
     # Small steps.

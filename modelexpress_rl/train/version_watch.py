@@ -61,7 +61,8 @@ async def watch(
     """Yields what is seen of the version, for ever; a GONE one may be created again.
 
     With `created_ms` given, another record under the same id is seen as GONE. Dials again, with
-    backoff, where the control plane goes away. Close it (`contextlib.aclosing`).
+    backoff, where the control plane goes away; a stream that broke or said nothing is made up for by
+    one call. Close it (`contextlib.aclosing`).
     """
     rng = random.Random()
     failures = 0
@@ -79,6 +80,10 @@ async def watch(
             yield Sight(Stage.GONE)
         except RpcError as error:
             _log.debug("watch of version %s: %s", version_id, error)
+            # What lets calls through may yet hold streams back, as some proxies do.
+            polled = await poll(control, version_id, created_ms=created_ms, timeout_s=SILENCE_S)
+            if polled is not None:
+                yield polled
         failures += 1
         await clock.sleep(_RECONNECT.delay_s(failures, rng))
     polls = 0
@@ -90,10 +95,17 @@ async def watch(
         await clock.sleep(_POLL.delay_s(polls, rng))
 
 
-async def poll(control: ControlPlane, version_id: str, *, created_ms: int | None = None) -> Sight | None:
+async def poll(
+    control: ControlPlane,
+    version_id: str,
+    *,
+    created_ms: int | None = None,
+    timeout_s: float | None = None,
+) -> Sight | None:
     """One look by 0.7's means; None where the control plane can't be asked now."""
     try:
-        answer = await control.get_weight_version(refit.GetWeightVersionRequest(uid=version_id))
+        request = refit.GetWeightVersionRequest(uid=version_id)
+        answer = await control.get_weight_version(request, timeout_s=timeout_s)
     except NotFound:
         return Sight(Stage.GONE)
     except RpcError as error:

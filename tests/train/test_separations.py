@@ -34,6 +34,7 @@ class Server:
         self.filed = 0
         self.leases = 0
         self.away = False
+        self.streams = True
         self.control = ScriptedControl(
             RegisterWorker=self._if_there(lambda _: refit.RegisterWorkerResponse()),
             GetServerInfo=self._if_there(self._info),
@@ -70,6 +71,8 @@ class Server:
         return refit.GetWeightVersionResponse(version=version)
 
     def _watch(self, _: Any) -> v1.WatchVersionResponse:
+        if not self.streams:
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "any")
         status = v1.VersionStatus(
             version_id=VERSION,
             state=self.state,
@@ -223,4 +226,42 @@ async def test_one_that_is_draining_when_it_is_cut_off_stays_wanted_back() -> No
         await s.until_told()
         assert one.state is State.ORPHANED
         await s.clock.advance(TTL_MS + LEASE_MS + MARGIN_MS)
+        assert one.source_reuse_ready.done
+
+
+async def test_registered_again_without_a_sight_of_the_version_the_bound_is_not_the_end() -> None:
+    async with scene() as s:
+        one = await s.published()
+        s.server.away = True
+        await s.until_told()
+        del s.server.control.handlers["GetWeightVersion"], s.server.control.handlers["WatchVersion"]
+        s.server.away = False
+        await s.clock.advance(2 * (TTL_MS + LEASE_MS + MARGIN_MS))
+        assert s.rig.registration.live
+        assert one.state is State.ORPHANED
+        s.server.away = True
+        await s.clock.advance(TTL_MS + TTL_MS + LEASE_MS + MARGIN_MS)
+        assert one.source_reuse_ready.done
+
+
+async def test_where_streams_are_held_back_calls_show_the_version() -> None:
+    async with scene() as s:
+        one = await s.published()
+        s.server.away, s.server.streams = True, False
+        await s.until_told()
+        s.server.away = False
+        await s.clock.advance(5000)
+        assert one.state is State.PUBLISHED
+
+
+async def test_what_was_never_announced_while_nobody_was_left_says_so() -> None:
+    async with scene() as s:
+        s.server.away = True
+        await s.until_told()
+        await s.clock.advance(TTL_MS + LEASE_MS + MARGIN_MS)
+        one = s.rig.stage(VERSION)
+        async with anyio.create_task_group() as group:
+            group.start_soon(s.clock.advance, 100)
+            with pytest.raises(Unavailable, match="nothing was announced"):
+                await one.publish()
         assert one.source_reuse_ready.done
