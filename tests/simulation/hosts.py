@@ -113,7 +113,7 @@ class Host(ABC):
                 self.done.set()
                 self.world.loop.in_world(0, partial(self._ended, process, silent=False))
 
-    def gone(self) -> None:
+    def gone(self) -> None:  # noqa: B027 (some hold nothing)
         """The process is dead: what it held is gone."""
 
     @abstractmethod
@@ -298,7 +298,7 @@ class TrainerHost(Host):
             world.log.add(self.name, "published %s", staged.version_id)
         except ModelExpressError as error:
             world.log.add(self.name, "%s not confirmed: %s", staged.version_id, type(error).__name__)
-            return not isinstance(error, RpcError)
+            return not (isinstance(error, RpcError) or staged.source_reuse_ready.ended)
         return True
 
     def gone(self) -> None:

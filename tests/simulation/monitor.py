@@ -158,11 +158,11 @@ class Monitor:
             self._world.log.add(host.name, "installation: %s -> %s (%s)", before.state, after.state, event)
         if isinstance(before.working, Pulling) and isinstance(after.working, Verified):
             landed_ms = self._landed_ms.get(host.life, 0)
-            late_ms = landed_ms - before.working.lease_deadline_ms
+            late_ms, uid = landed_ms - before.working.lease_deadline_ms, after.working.version_id
             self._require(
                 late_ms < 0,
                 "P2",
-                f"{host.life} took {after.working.version_id}: its last read ended {late_ms} ms after the lease",
+                f"{host.life} took {uid}, whose last read ended {late_ms} ms after the lease",
             )
         self._check_serving(host)
 
