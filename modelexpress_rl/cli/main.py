@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from modelexpress_rl.errors import ModelExpressError, UsageError
+from modelexpress_rl.errors import ModelExpressError, Unavailable, UsageError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,11 @@ class Subcommand:
 
 SUBCOMMANDS = (
     Subcommand("serve", "modelexpress_rl.cli.serve", "run the control plane"),
+    Subcommand("versions", "modelexpress_rl.cli.versions", "list versions and how they stand"),
+    Subcommand("watch", "modelexpress_rl.cli.watch", "a line for each change of versions"),
+    Subcommand("workers", "modelexpress_rl.cli.workers", "list trainers and generators, and who serves what"),
+    Subcommand("top", "modelexpress_rl.cli.top", "a live view of versions, leases and the fleet"),
+    Subcommand("doctor", "modelexpress_rl.cli.doctor", "look for what is wrong, and say what to do"),
     Subcommand(
         "evict", "modelexpress_rl.cli.evict", "end a version now: no lease is granted or renewed any more"
     ),
@@ -46,7 +53,8 @@ class _Module(Protocol):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the command line names; answers the exit status.
 
-    0: done; 1: it failed; 2: it was called wrongly (an option, a port that is taken, a bad store).
+    0: done; 1: it failed; 2: it was called wrongly (an option, a port that is taken, a bad store); 130:
+    interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
@@ -68,7 +76,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except ModelExpressError as error:
         print(f"mx-rl {options.command}: {error}", file=sys.stderr)
+        if isinstance(error, Unavailable) and options.command not in ("serve", "demo", "doctor"):
+            print("`mx-rl doctor` with the same --server looks for the cause", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except BaseExceptionGroup as group:
+        return _failed_in_tasks(str(options.command), group)
+
+
+def _failed_in_tasks(command: str, group: BaseExceptionGroup[BaseException]) -> int:
+    """What a task group wrapped: an error of ours is told as any other."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    if isinstance(first, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if not isinstance(first, ModelExpressError):
+        raise group
+    print(f"mx-rl {command}: {first}", file=sys.stderr)
+    return EXIT_USAGE if isinstance(first, UsageError) else EXIT_FAILED
 
 
 if __name__ == "__main__":
