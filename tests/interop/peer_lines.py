@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,3 +41,14 @@ def raised(error: Exception) -> dict[str, Any]:
         "code": getattr(code, "name", None),
         "message": f"{error} {details}".strip(),
     }
+
+
+def choose_ports() -> None:
+    """0.7.0 wants to be told its ports, which must be free: some that are."""
+    names = ("MX_WORKER_GRPC_PORT", "MX_METADATA_PORT", "MX_REFIT_METADATA_PORT")
+    sockets = [socket.socket() for _ in names]
+    for name, each in zip(names, sockets, strict=True):
+        each.bind(("127.0.0.1", 0))
+        os.environ[name] = str(each.getsockname()[1])
+    for each in sockets:
+        each.close()

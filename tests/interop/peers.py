@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -102,7 +101,7 @@ def started(python: Path, folder: Path, program: str, *arguments: str, **environ
             stderr=stderr,
             text=True,
             cwd=folder,
-            env={**own, "MX_WORKER_HOST": "127.0.0.1", "OMP_NUM_THREADS": "1", **_ports(), **environment},
+            env={**own, "MX_WORKER_HOST": "127.0.0.1", "OMP_NUM_THREADS": "1", **environment},
         )
     peer = Peer(process, log)
     try:
@@ -115,13 +114,3 @@ def started(python: Path, folder: Path, program: str, *arguments: str, **environ
         for stream in (process.stdin, process.stdout):
             with suppress(BrokenPipeError):
                 stream.close()
-
-
-def _ports() -> dict[str, str]:
-    """0.7.0 wants to be told its ports: two that are free now."""
-    with socket.socket() as one, socket.socket() as other:
-        ports = []
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-            ports.append(str(each.getsockname()[1]))
-    return {"MX_WORKER_GRPC_PORT": ports[0], "MX_METADATA_PORT": ports[1]}
