@@ -767,17 +767,60 @@ class GetShardDigestsRequest(google.protobuf.message.Message):
 
     VERSION_ID_FIELD_NUMBER: builtins.int
     SOURCE_SLOT_ID_FIELD_NUMBER: builtins.int
+    SELECTION_FIELD_NUMBER: builtins.int
     version_id: builtins.str
     source_slot_id: builtins.str
+    @property
+    def selection(self) -> global___DigestSelection:
+        """Absent: all bands and tiles, as one table. A publisher that knows no selection answers with that too."""
+
     def __init__(
         self,
         *,
         version_id: builtins.str = ...,
         source_slot_id: builtins.str = ...,
+        selection: global___DigestSelection | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["source_slot_id", b"source_slot_id", "version_id", b"version_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["selection", b"selection"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["selection", b"selection", "source_slot_id", b"source_slot_id", "version_id", b"version_id"]) -> None: ...
 
 global___GetShardDigestsRequest = GetShardDigestsRequest
+
+@typing.final
+class DigestSelection(google.protobuf.message.Message):
+    """Digests of some rows of the manifest, of the levels that the reader can use."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GRID_FIELD_NUMBER: builtins.int
+    FIRST_ROW_FIELD_NUMBER: builtins.int
+    ROW_COUNT_FIELD_NUMBER: builtins.int
+    SLABS_FIELD_NUMBER: builtins.int
+    BANDS_FIELD_NUMBER: builtins.int
+    TILES_FIELD_NUMBER: builtins.int
+    grid: builtins.int
+    """How the reader takes the shards to be cut: 1. Another one is INVALID_ARGUMENT."""
+    first_row: builtins.int
+    row_count: builtins.int
+    slabs: builtins.bytes
+    """For each level a bit for each of `row_count` rows from `first_row` on, the lowest of a byte first;
+    empty: of no row.
+    """
+    bands: builtins.bytes
+    tiles: builtins.bytes
+    def __init__(
+        self,
+        *,
+        grid: builtins.int = ...,
+        first_row: builtins.int = ...,
+        row_count: builtins.int = ...,
+        slabs: builtins.bytes = ...,
+        bands: builtins.bytes = ...,
+        tiles: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bands", b"bands", "first_row", b"first_row", "grid", b"grid", "row_count", b"row_count", "slabs", b"slabs", "tiles", b"tiles"]) -> None: ...
+
+global___DigestSelection = DigestSelection
 
 @typing.final
 class GetShardDigestsResponse(google.protobuf.message.Message):
@@ -786,7 +829,7 @@ class GetShardDigestsResponse(google.protobuf.message.Message):
     DIGESTS_FIELD_NUMBER: builtins.int
     SHA256_FIELD_NUMBER: builtins.int
     digests: builtins.bytes
-    """The table, opaque to this layer."""
+    """The table, or what was selected; opaque to this layer."""
     sha256: builtins.str
     """sha256 of `digests`, in hex."""
     def __init__(

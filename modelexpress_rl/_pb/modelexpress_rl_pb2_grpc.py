@@ -665,7 +665,8 @@ class RefitWorkerDigestServiceServicer(object):
     """
 
     def GetShardDigests(self, request, context):
-        """The tile digests of a published shard, so that a reader can verify the part that it read.
+        """Digests of a published shard, so that a reader can verify the part that it read. It answers when
+        they are made, so several requests for rows that follow each other bring the first ones early.
         Unknown, or published without digests: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -352,7 +352,8 @@ class RefitWorkerDigestServiceStub:
         modelexpress_rl._pb.modelexpress_rl_pb2.GetShardDigestsRequest,
         modelexpress_rl._pb.modelexpress_rl_pb2.GetShardDigestsResponse,
     ]
-    """The tile digests of a published shard, so that a reader can verify the part that it read.
+    """Digests of a published shard, so that a reader can verify the part that it read. It answers when
+    they are made, so several requests for rows that follow each other bring the first ones early.
     Unknown, or published without digests: NOT_FOUND.
     """
 
@@ -363,7 +364,8 @@ class RefitWorkerDigestServiceAsyncStub:
         modelexpress_rl._pb.modelexpress_rl_pb2.GetShardDigestsRequest,
         modelexpress_rl._pb.modelexpress_rl_pb2.GetShardDigestsResponse,
     ]
-    """The tile digests of a published shard, so that a reader can verify the part that it read.
+    """Digests of a published shard, so that a reader can verify the part that it read. It answers when
+    they are made, so several requests for rows that follow each other bring the first ones early.
     Unknown, or published without digests: NOT_FOUND.
     """
 
@@ -376,7 +378,8 @@ class RefitWorkerDigestServiceServicer(metaclass=abc.ABCMeta):
         request: modelexpress_rl._pb.modelexpress_rl_pb2.GetShardDigestsRequest,
         context: _ServicerContext,
     ) -> typing.Union[modelexpress_rl._pb.modelexpress_rl_pb2.GetShardDigestsResponse, collections.abc.Awaitable[modelexpress_rl._pb.modelexpress_rl_pb2.GetShardDigestsResponse]]:
-        """The tile digests of a published shard, so that a reader can verify the part that it read.
+        """Digests of a published shard, so that a reader can verify the part that it read. It answers when
+        they are made, so several requests for rows that follow each other bring the first ones early.
         Unknown, or published without digests: NOT_FOUND.
         """
 

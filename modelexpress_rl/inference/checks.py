@@ -1,52 +1,81 @@
-"""Checking what landed against its publishers' digests, which are fetched while the reads run."""
+"""Checking what landed against its publishers' digests, which are fetched while the reads run.
+
+Of each source the digests come in a few answers, in the order in which the pieces are read, so that
+the first reads are verified while later ones run and later digests are made.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
+import numpy as np
 
-from modelexpress_rl.inference.planning import Chunk
-from modelexpress_rl.inference.sources import Digests
+from modelexpress_rl.errors import ModelExpressError
+from modelexpress_rl.inference.planning import Chunk, ReadPlan
+from modelexpress_rl.inference.sources import Fetched, SourceFetcher, VersionSources
 from modelexpress_rl.inference.staging import Arena
-from modelexpress_rl.reshard.digests import DigestTable
-from modelexpress_rl.reshard.geometry import Source
+from modelexpress_rl.reshard.geometry import DIGEST_BYTES, Bytes
 from modelexpress_rl.reshard.verify import Verified, Verifier
 
+T = TypeVar("T")
+
 _INLINE_BYTES = 256 << 10  # below this, verifying takes less than handing it to a thread
+_INLINE_PIECES = 512  # the same for making a verifier
 _THREADS = min(4, os.cpu_count() or 1)
 
 
-class PendingDigests:
-    """The digests of a version, from when they are asked for."""
+class _Pending:
+    """The digests of one source, as far as they came."""
 
     def __init__(self) -> None:
-        self._came = anyio.Event()
-        self._digests = Digests({}, {})
+        self.verifier: Verifier | None = None
+        self.digests: Bytes = np.zeros((0, DIGEST_BYTES), np.uint8)
+        self.answered = 0
+        self.made_none = False
+        self.failure: ModelExpressError | None = None
+        self._changed = anyio.Event()
 
-    def set(self, digests: Digests) -> None:
-        """They came."""
-        self._digests = digests
-        self._came.set()
+    def tell(self) -> None:
+        """Something came."""
+        self._changed.set()
+        self._changed = anyio.Event()
 
-    async def wait(self) -> Digests:
-        """Return them when they have come; whoever fetches them has the deadline."""
-        await self._came.wait()
-        return self._digests
+    async def enough_for(self, chunk: Chunk) -> None:
+        """Wait until a chunk can be checked, or never can; whoever fetches has the deadline.
+
+        Raises:
+            ModelExpressError: the digests could not be had.
+        """
+        while not self._is_enough(chunk):
+            await self._changed.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def _is_enough(self, chunk: Chunk) -> bool:
+        if self.made_none or self.failure is not None:
+            return True
+        return self.verifier is not None and self.verifier.asks_for(chunk.rows) <= self.answered
 
 
 class Checks:
-    """The checks of one plan; `make` builds its verifier from the digests that came."""
+    """The checks of one round of reads; `fetch` runs beside them."""
 
-    def __init__(
-        self, pending: PendingDigests, make: Callable[[Mapping[Source, DigestTable]], Verifier]
-    ) -> None:
-        self._pending = pending
-        self._make = make
-        self._verifier: Verifier | None = None
+    def __init__(self, reads: ReadPlan, sources: VersionSources, fetcher: SourceFetcher) -> None:
+        self._reads = reads
+        self._sources = sources
+        self._fetcher = fetcher
+        self._pending = {source: _Pending() for source in reads.plan.source_bytes}
         self._threads = anyio.CapacityLimiter(_THREADS)
+
+    async def fetch(self, deadline: float) -> None:
+        """Fetch the digests of every source side by side; a failure is raised by its chunks' checks."""
+        async with anyio.create_task_group() as group:
+            for source, pending in self._pending.items():
+                group.start_soon(self._fetch_one, self._sources.of(source), pending, deadline)
 
     async def verify(self, chunk: Chunk, arena: Arena) -> Verified:
         """Check what a read brought, off the event loop where it is big.
@@ -55,13 +84,41 @@ class Checks:
             DigestMismatch: it is not what was published; the message names tensor, source and box.
             ModelExpressError: the source's digests could not be had.
         """
-        digests = await self._pending.wait()
-        if chunk.source in digests.failures:
-            raise digests.failures[chunk.source]
-        if self._verifier is None:
-            self._verifier = self._make(digests.tables)
+        pending = self._pending[chunk.source]
+        await pending.enough_for(chunk)
+        if pending.verifier is None:
+            return Verified(0, chunk.total_bytes)
+        check = partial(pending.verifier.verify, arena.memory, pending.digests, chunk.rows)
         if chunk.total_bytes < _INLINE_BYTES:
-            return self._verifier.verify(arena.memory, chunk.rows)
-        return await anyio.to_thread.run_sync(
-            self._verifier.verify, arena.memory, chunk.rows, limiter=self._threads
-        )
+            return check()
+        return await anyio.to_thread.run_sync(check, limiter=self._threads)
+
+    async def _fetch_one(self, fetched: Fetched, pending: _Pending, deadline: float) -> None:
+        source, table = fetched.manifest.source, fetched.manifest.manifest.table
+        verifiers = self._reads.verifiers
+        grid, verifier = await self._made(partial(verifiers.selective, source, table))
+        digests = np.zeros((verifier.digest_count, DIGEST_BYTES), np.uint8)
+        pending.verifier, pending.digests = verifier, digests
+        pending.tell()
+        for number, ask in enumerate(verifier.asks):
+            found = await self._fetcher.digests(self._sources.version_id, fetched, ask, grid, deadline)
+            if found is None:
+                pending.verifier, pending.made_none = None, True
+            elif isinstance(found, ModelExpressError):
+                pending.failure = found
+            elif found.whole is not None:
+                # Before the first check: a publisher that knows no selection answers the first ask so.
+                pending.verifier = await self._made(partial(verifiers.whole, source, found.whole))
+                pending.digests, pending.answered = found.digests, 1
+            else:
+                digests[verifier.ask_start[number] : verifier.ask_start[number + 1]] = found.digests
+                pending.answered = number + 1
+                pending.tell()
+                continue
+            pending.tell()
+            return
+
+    async def _made(self, make: partial[T]) -> T:
+        if len(self._reads.plan.pieces) < _INLINE_PIECES:
+            return make()
+        return await anyio.to_thread.run_sync(make)

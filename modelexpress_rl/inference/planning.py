@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import anyio.to_thread
@@ -19,8 +18,9 @@ from modelexpress_rl.inference.adapter import (
 from modelexpress_rl.inference.recent import Recent
 from modelexpress_rl.inference.sources import VersionSources
 from modelexpress_rl.inference.staging import Arena
-from modelexpress_rl.reshard.digests import DigestTable
-from modelexpress_rl.reshard.geometry import Source
+from modelexpress_rl.reshard.digests import DigestTable, GridRule
+from modelexpress_rl.reshard.geometry import ShardTable, Source
+from modelexpress_rl.reshard.grid import DigestGrid, digest_grid, grid_of_table
 from modelexpress_rl.reshard.merge import Merged, merge
 from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan, SourceReads
@@ -51,20 +51,56 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """A plan, cut into reads."""
+    """A plan, cut into reads, and the checks of what they bring."""
 
     plan: Plan
     chunks: tuple[Chunk, ...]
+    verifiers: Verifiers
 
     @classmethod
-    def of(cls, plan: Plan) -> ReadPlan:
+    def of(cls, plan: Plan, needs: NeedTable, merged: Merged) -> ReadPlan:
         """Cut every source's pieces into reads of about `CHUNK_BYTES`."""
-        return cls(plan, tuple(chunk for reads in plan.reads for chunk in _chunks(plan, reads)))
+        chunks = tuple(chunk for reads in plan.reads for chunk in _chunks(plan, reads))
+        return cls(plan, chunks, Verifiers(plan, needs, merged))
 
     @property
     def workers(self) -> frozenset[WorkerId]:
         """Who is read."""
         return frozenset(WorkerId(chunk.source.worker_id) for chunk in self.chunks)
+
+
+class Verifiers:
+    """The checks of a plan, source by source; each is made once, when it is first wanted.
+
+    Making one is long where a plan is big: do it in a thread.
+    """
+
+    def __init__(self, plan: Plan, needs: NeedTable, merged: Merged) -> None:
+        self._plan = plan
+        self._needs = needs
+        self._merged = merged
+        self._selective: dict[Source, tuple[DigestGrid, Verifier]] = {}
+        self._whole: dict[Source, tuple[GridRule, Verifier]] = {}
+
+    def selective(self, source: Source, table: ShardTable) -> tuple[DigestGrid, Verifier]:
+        """The checks of what is read from a source whose manifest's table is given."""
+        if source not in self._selective:
+            grid = digest_grid(table)
+            self._selective[source] = grid, self._of(source, grid)
+        return self._selective[source]
+
+    def whole(self, source: Source, digests: DigestTable) -> Verifier:
+        """The checks against a whole table, of a publisher that knows no selection."""
+        known = self._whole.get(source)
+        if known is None or known[0] != digests.rule or known[1].digest_count != len(digests.digests):
+            made = self._of(source, grid_of_table(digests), at_once=True)
+            known = self._whole[source] = digests.rule, made
+        return known[1]
+
+    def _of(self, source: Source, grid: DigestGrid, *, at_once: bool = False) -> Verifier:
+        own = [reads for reads in self._plan.reads if reads.source == source]
+        pieces = slice(own[0].first, own[-1].last)
+        return Verifier.of(self._plan, self._needs, self._merged, pieces, grid, at_once=at_once)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,17 +112,7 @@ class PlannedVersion:
     loader: WeightLoader
     needs: NeedTable
     reads: ReadPlan
-    verifier: Verifier | None = None
     _staged: tuple[Arena, tuple[StagedTensor, ...]] | None = field(default=None, repr=False)
-
-    def verifier_for(self, digests: Mapping[Source, DigestTable]) -> Verifier:
-        """Checks of the plan against one version's digests; made once, then only given new digests."""
-        known = self.verifier
-        if known is not None and _same_cut(known.rules, digests):
-            self.verifier = known.renewed(digests)
-        else:
-            self.verifier = Verifier.of(self.reads.plan, self.needs, self.merged, digests)
-        return self.verifier
 
     def staged(self, arena: Arena) -> tuple[StagedTensor, ...]:
         """The needs as views of an arena."""
@@ -138,7 +164,7 @@ class Planning:
         plan = plan_reads(needs, merged, spread=self.spread)
         prove_plan(plan, needs, merged)
         self.plans_made += 1
-        return PlannedVersion(sources.key, merged, loader, needs, ReadPlan.of(plan))
+        return PlannedVersion(sources.key, merged, loader, needs, ReadPlan.of(plan, needs, merged))
 
     def _loader_for(self, merged: Merged) -> WeightLoader:
         tensors = merged.tensors
@@ -179,10 +205,3 @@ def _runs_key(pieces: PieceTable, rows: slice) -> bytes:
     ):
         key.update(column[rows].tobytes())
     return key.digest()
-
-
-def _same_cut(rules: Mapping[Source, DigestTable], digests: Mapping[Source, DigestTable]) -> bool:
-    return digests.keys() == rules.keys() and all(
-        table.rule == rules[source].rule and len(table.digests) == len(rules[source].digests)
-        for source, table in digests.items()
-    )

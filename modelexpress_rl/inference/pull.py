@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -27,7 +26,7 @@ from modelexpress_rl.errors import (
     TransferTimeout,
     Unavailable,
 )
-from modelexpress_rl.inference.checks import Checks, PendingDigests
+from modelexpress_rl.inference.checks import Checks
 from modelexpress_rl.inference.planning import PlannedVersion, ReadPlan
 from modelexpress_rl.inference.reads import ReadCache
 from modelexpress_rl.inference.round import Round
@@ -37,7 +36,7 @@ from modelexpress_rl.inference.tasks import first_of
 from modelexpress_rl.reshard.geometry import Source
 from modelexpress_rl.reshard.plan import Plan
 from modelexpress_rl.reshard.planner import replan
-from modelexpress_rl.reshard.verify import Verified, Verifier
+from modelexpress_rl.reshard.verify import Verified
 from modelexpress_rl.transport.port import Agent, Read
 from statemachines.ids import WorkerId
 
@@ -103,7 +102,6 @@ class Pull:
         self._settings = settings
         self._on_failover = on_failover
         self._round: Round | None = None
-        self._digests = PendingDigests()
         self._failed: set[Source] = set()
         self._first_failure: tuple[Source, Exception] | None = None
         self._dropped: set[WorkerId] = set()
@@ -133,19 +131,12 @@ class Pull:
                 is missing or no attempt is left; the message names worker, slot and tensor or peer.
         """
         try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._fetch_digests, deadline)
-                return await self._rounds(deadline)
+            return await self._rounds(deadline)
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
-        raise AssertionError("unreachable")
-
-    async def _fetch_digests(self, deadline: float) -> None:
-        self._digests.set(await self._fetcher.digests(self._sources, deadline))
 
     async def _rounds(self, deadline: float) -> PullResult:
-        planned = self._planned
-        reads, checks = planned.reads, Checks(self._digests, planned.verifier_for)
+        reads = self._planned.reads
         verified, read_bytes, last_read_ms = Verified(0, 0), 0, 0
         for attempt in range(1, self._settings.max_attempts + 1):
             current = self._round = Round(
@@ -153,10 +144,11 @@ class Pull:
                 self._cache,
                 self._clock,
                 reads=reads,
-                checks=checks,
+                checks=Checks(reads, self._sources, self._fetcher),
                 sources=self._sources,
                 arena=self.arena,
                 read_deadline=self._read_deadline(reads, deadline),
+                deadline=deadline,
             )
             await current.run()
             verified += current.verified
@@ -168,7 +160,6 @@ class Pull:
                 break
             reads = await self._without_failed(reads, current)
             await self._part_from_unsettled(current)
-            checks = Checks(self._digests, partial(Verifier.of, reads.plan, planned.needs, planned.merged))
             self._reading = reads.workers
             self._on_failover(_workers(current.failures), self._reading)
         raise self._error(current, attempt)
@@ -197,7 +188,7 @@ class Pull:
                 plan = await anyio.to_thread.run_sync(self._replan, reads, ended, frozenset(avoided))
             except IncompleteVersionError:
                 continue
-            return ReadPlan.of(plan)
+            return ReadPlan.of(plan, self._planned.needs, self._planned.merged)
         raise self._error(ended, None)
 
     def _replan(self, reads: ReadPlan, ended: Round, avoid: frozenset[Source]) -> Plan:

@@ -39,6 +39,7 @@ class Round:
         sources: VersionSources,
         arena: Arena,
         read_deadline: float,
+        deadline: float,
     ) -> None:
         self.landed = np.zeros(len(reads.plan.pieces), np.bool_)
         self.failures: dict[Source, Exception] = {}
@@ -53,6 +54,7 @@ class Round:
         self._sources = sources
         self._arena = arena
         self._read_deadline = read_deadline
+        self._deadline = deadline
         self._reads: list[Read] = []
         self._open: dict[Source, list[anyio.CancelScope]] = {}
 
@@ -63,13 +65,16 @@ class Round:
 
     async def run(self) -> None:
         """Post everything, then wait for each read until it landed, failed, or its deadline passed."""
-        async with anyio.create_task_group() as group:
-            for chunk in self._plan.chunks:
-                if chunk.source in self.failures:
-                    continue
-                read = await self._post(chunk)
-                if read is not None:
-                    group.start_soon(self._finish, chunk, read)
+        async with anyio.create_task_group() as digests:
+            digests.start_soon(self._checks.fetch, self._deadline)
+            async with anyio.create_task_group() as group:
+                for chunk in self._plan.chunks:
+                    if chunk.source in self.failures:
+                        continue
+                    read = await self._post(chunk)
+                    if read is not None:
+                        group.start_soon(self._finish, chunk, read)
+            digests.cancel_scope.cancel()  # those of sources that failed are not waited for
 
     def drop(self, workers: Collection[WorkerId], reason: str) -> None:
         """Give up these workers' reads that have not landed: the lease no longer protects them."""

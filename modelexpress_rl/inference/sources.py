@@ -32,9 +32,18 @@ from modelexpress_rl.inference.lease import Publication
 from modelexpress_rl.inference.recent import Recent
 from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard.digests import DigestTable, decode_digests
-from modelexpress_rl.reshard.geometry import Source
+from modelexpress_rl.reshard.geometry import Bytes, Source
+from modelexpress_rl.reshard.grid import GRID, DigestGrid, Selection
+from modelexpress_rl.reshard.hashing import decode_answer, is_answer
 from modelexpress_rl.reshard.merge import SourceManifest
-from modelexpress_rl.rpc import NotFound, RpcError, Unimplemented, WorkerEndpoint, parse_address
+from modelexpress_rl.rpc import (
+    InvalidArgument,
+    NotFound,
+    RpcError,
+    Unimplemented,
+    WorkerEndpoint,
+    parse_address,
+)
 from modelexpress_rl.rpc import errors as rpc_errors
 from modelexpress_rl.rpc.auth import worker_token
 from modelexpress_rl.rpc.channel import Metadata
@@ -60,10 +69,10 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Digests:
-    """The digests of a version's sources; one that is in neither has made none."""
+    """Digests of one source: those that were selected, or where `whole` is given, its table of all."""
 
-    tables: Mapping[Source, DigestTable]
-    failures: Mapping[Source, ModelExpressError]
+    digests: Bytes
+    whole: DigestTable | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,27 +161,19 @@ class SourceFetcher:
         await self._hang_up_on_all_but(publications)
         return VersionSources(version_id, tuple(used), dropped)
 
-    async def digests(self, sources: VersionSources, deadline: float) -> Digests:
-        """Fetch the digests of every source side by side; a failure is recorded, not raised."""
-        tables: dict[Source, DigestTable] = {}
-        failures: dict[Source, ModelExpressError] = {}
+    async def digests(
+        self, version_id: VersionId, fetched: Fetched, ask: Selection, grid: DigestGrid, deadline: float
+    ) -> Digests | ModelExpressError | None:
+        """Fetch the digests of one selection; None where the publisher made none.
 
-        async def one(fetched: Fetched) -> None:
-            outcome = await self._outcome(
-                lambda: self._digests(sources.version_id, fetched, deadline),
-                sources.version_id,
-                fetched.publication,
-                deadline,
-            )
-            if isinstance(outcome, ModelExpressError):
-                failures[fetched.manifest.source] = outcome
-            elif outcome is not None:
-                tables[fetched.manifest.source] = outcome
-
-        async with anyio.create_task_group() as group:
-            for fetched in sources.fetched:
-                group.start_soon(one, fetched)
-        return Digests(tables, failures)
+        A failure is returned, not raised: it says which worker, slot and version it was about.
+        """
+        return await self._outcome(
+            lambda: self._digests(version_id, fetched, ask, grid, deadline),
+            version_id,
+            fetched.publication,
+            deadline,
+        )
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -232,26 +233,53 @@ class SourceFetcher:
         self._manifests.put(publication.manifest_digest, manifest)
         return manifest
 
-    async def _digests(self, version_id: VersionId, fetched: Fetched, deadline: float) -> DigestTable | None:
+    async def _digests(
+        self, version_id: VersionId, fetched: Fetched, ask: Selection, grid: DigestGrid, deadline: float
+    ) -> Digests | None:
         publication = fetched.publication
-        request = v1.GetShardDigestsRequest(version_id=version_id, source_slot_id=publication.slot_id)
+        slabs, bands, tiles = ask.bitmaps()
+        request = v1.GetShardDigestsRequest(
+            version_id=version_id,
+            source_slot_id=publication.slot_id,
+            selection=v1.DigestSelection(
+                grid=GRID,
+                first_row=ask.first_row,
+                row_count=ask.wanted.shape[1],
+                slabs=slabs,
+                bands=bands,
+                tiles=tiles,
+            ),
+        )
         try:
-            call = self._endpoint(publication.endpoint).get_shard_digests
-            # The publisher answers when it has hashed its shards, which may take longer than an RPC.
-            answer = await _dialled_anew_once(
-                lambda: call(
-                    request,
-                    timeout_s=max(deadline - anyio.current_time(), 0.001),
-                    metadata=self._lease(VersionId(request.version_id)),
-                )
-            )
+            answer = await self._ask_for_digests(publication, request, deadline)
         except (NotFound, Unimplemented):
             return None  # a publisher of 0.7, or one that was told to make none
+        except InvalidArgument:  # a publisher that cuts otherwise
+            request.ClearField("selection")
+            answer = await self._ask_for_digests(publication, request, deadline)
         if hashlib.sha256(answer.digests).hexdigest() != answer.sha256:
             raise ManifestError(f"its digests have not the sha256 {answer.sha256!r} that came with them")
         table = fetched.manifest.manifest.table
-        return await _decoded(
-            lambda: decode_digests(answer.digests, table, publication.manifest_digest), len(answer.digests)
+
+        def decode() -> Digests:
+            if is_answer(answer.digests):
+                return Digests(decode_answer(answer.digests, ask, grid, publication.manifest_digest))
+            whole = decode_digests(answer.digests, table, publication.manifest_digest)
+            return Digests(whole.digests, whole)
+
+        return await _decoded(decode, len(answer.digests))
+
+    async def _ask_for_digests(
+        self, publication: Publication, request: v1.GetShardDigestsRequest, deadline: float
+    ) -> v1.GetShardDigestsResponse:
+        call = self._endpoint(publication.endpoint).get_shard_digests
+        # The publisher answers when it has hashed its shards, which may take longer than an RPC.
+        return await _dialled_anew_once(
+            lambda: call(
+                request,
+                timeout_s=max(deadline - anyio.current_time(), 0.001),
+                metadata=self._lease(VersionId(request.version_id)),
+            )
         )
 
     def _endpoint(self, address: str) -> WorkerEndpoint:

@@ -43,7 +43,7 @@ class GridRule:
     fine_parts: int = 32
 
     def __post_init__(self) -> None:
-        if not (64 <= self.min_tile_bytes <= self.fine_tile_bytes <= 1 << 31):
+        if not (16 <= self.min_tile_bytes <= self.fine_tile_bytes <= 1 << 31):
             raise UsageError(
                 f"GridRule: tile sizes {self.min_tile_bytes}, {self.fine_tile_bytes} are out of range"
             )

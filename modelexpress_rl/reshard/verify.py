@@ -1,36 +1,39 @@
-"""Checking bytes that landed against their publishers' digests, piece by piece."""
+"""Checking bytes that landed against their publisher's digests, piece by piece."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
+from typing import NoReturn
 
 import numpy as np
 import xxhash
 
-from modelexpress_rl.errors import DigestMismatch, GeometryError, UsageError
+from modelexpress_rl.errors import DigestMismatch, UsageError
 from modelexpress_rl.reshard.boxes import expand
-from modelexpress_rl.reshard.digests import DigestTable, GridRule, as_box, band_counts, box_digests
+from modelexpress_rl.reshard.digests import as_box, box_digests
 from modelexpress_rl.reshard.geometry import (
     DIGEST_BYTES,
     Bool,
     Bytes,
     Int,
-    Source,
     row_major_strides,
     unpadded,
     volumes,
     widened,
 )
+from modelexpress_rl.reshard.grid import LEVELS, DigestGrid, Selection
 from modelexpress_rl.reshard.merge import Merged
 from modelexpress_rl.reshard.needs import NeedTable
-from modelexpress_rl.reshard.plan import Plan
+from modelexpress_rl.reshard.plan import PieceTable, Plan
+
+ASK_BYTES = 64 << 20  # what the first request for digests is about; each further one doubles, up to:
+MAX_ASK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a check covered. `unverified_bytes` lie in tiles that a need cuts, or have no digests."""
+    """What a check covered. `unverified_bytes` lie in parts that a need cuts, or have no digests."""
 
     verified_bytes: int
     unverified_bytes: int
@@ -42,16 +45,16 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Grid:
-    """For each piece, the tiles that lie wholly inside it.
+class _Parts:
+    """For each piece, the parts of its shard that lie wholly inside it, at the level that suits best.
 
-    `first` and `count` (pieces, width) say which of the shard's `parts` along each axis; `base` is
-    where the digests of that grid begin in the joined digest array; `tile` is a tile's shape.
+    `first` and `count` (pieces, width) say which of the shard's `parts` along each axis; `size` is a
+    part's shape.
     """
 
-    base: Int
+    level: Int
     parts: Int
-    tile: Int
+    size: Int
     first: Int
     count: Int
     verified_bytes: Int
@@ -59,7 +62,7 @@ class _Grid:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flat:
-    """Tiles that lie contiguous in the arena, of piece after piece: `start[p]` .. `start[p + 1] - 1`."""
+    """Parts that lie contiguous in the arena, of piece after piece: `start[p]` .. `start[p + 1] - 1`."""
 
     start: Int
     begin: Int
@@ -69,58 +72,80 @@ class _Flat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verifier:
-    """Checks the pieces of one plan; made once per plan, `renewed` for each version's digests."""
+    """Checks pieces of one plan that come from one source; made once per plan, for every version.
+
+    `asks` are the digests that it needs, in the order in which the pieces want them: it is given their
+    answers in one array, one after the other. `asked` says for each piece how many of them it needs.
+    """
 
     plan: Plan
     needs: NeedTable
     merged: Merged
-    rules: Mapping[Source, DigestTable]
-    digests: Bytes
-    grid: _Grid
+    first: int
+    pieces: PieceTable
+    asks: tuple[Selection, ...]
+    asked: Int
+    ask_start: Int
+    parts: _Parts
+    base: Int
     flat: _Flat
     strided: Bool
 
     @classmethod
     def of(
-        cls, plan: Plan, needs: NeedTable, merged: Merged, digests: Mapping[Source, DigestTable]
+        cls,
+        plan: Plan,
+        needs: NeedTable,
+        merged: Merged,
+        pieces: slice,
+        grid: DigestGrid,
+        *,
+        at_once: bool = False,
     ) -> Verifier:
-        """Prepare to check `plan`; pieces of sources that are not in `digests` stay unverified."""
-        grid = _grid(plan, needs, merged, digests)
-        contiguous = _contiguous(plan, needs, grid)
+        """Prepare to check the pieces at `pieces` of `plan`, whose source's shards are cut by `grid`.
+
+        `at_once`: ask for all digests of the source in one, whether they are needed or not.
+        """
+        table = PieceTable(*(getattr(plan.pieces, name)[pieces] for name in PieceTable.__slots__))
+        parts = _best_parts(table, needs, merged, grid)
+        rows = merged.manifest_row[table.row]
+        asks, asked, base = _whole(rows, parts, grid) if at_once else _asks(table, rows, parts, grid)
+        contiguous = _contiguous(table, needs, parts)
+        sizes = [int(ask.counts(grid).sum()) for ask in asks]
         return cls(
             plan=plan,
             needs=needs,
             merged=merged,
-            rules=dict(digests),
-            digests=_joined(merged, digests),
-            grid=grid,
-            flat=_flatten(plan, needs, merged, grid, contiguous),
-            strided=~contiguous & (grid.verified_bytes > 0),
+            first=pieces.start,
+            pieces=table,
+            asks=asks,
+            asked=asked,
+            ask_start=np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(sizes, np.int64))]),
+            parts=parts,
+            base=base,
+            flat=_flatten(table, needs, merged, parts, base, contiguous),
+            strided=~contiguous & (parts.verified_bytes > 0),
         )
-
-    def renewed(self, digests: Mapping[Source, DigestTable]) -> Verifier:
-        """The same checks with the digests of another version of the same structure; no per-piece work.
-
-        Raises:
-            UsageError: the digests are of other sources, or cut otherwise.
-        """
-        same = digests.keys() == self.rules.keys() and all(
-            table.rule == self.rules[source].rule and len(table.digests) == len(self.rules[source].digests)
-            for source, table in digests.items()
-        )
-        if not same:
-            raise UsageError("digests: not of the structure that this verifier was made for")
-        return replace(self, rules=dict(digests), digests=_joined(self.merged, digests))
 
     @property
-    def coverage(self) -> Verified:
-        """What checking all pieces would cover."""
-        return self._covered(np.arange(len(self.plan.pieces)))
+    def digest_count(self) -> int:
+        """How many digests it needs in all."""
+        return int(self.ask_start[-1])
 
-    def verify(self, arena: Bytes, rows: Int | slice | None = None) -> Verified:
+    def asks_for(self, rows: Int | slice | None = None) -> int:
+        """How many of `asks`, from the first, must be answered to check the pieces at `rows`."""
+        return int(self.asked[self._own(rows)].max(initial=0))
+
+    def coverage(self, rows: Int | slice | None = None) -> Verified:
+        """What checking the pieces at `rows` of the plan covers (default all of this source)."""
+        own = self._own(rows)
+        verified = int(self.parts.verified_bytes[own].sum())
+        return Verified(verified, int(self.pieces.size_bytes[own].sum()) - verified)
+
+    def verify(self, arena: Bytes, digests: Bytes, rows: Int | slice | None = None) -> Verified:
         """Check the pieces at `rows` of the plan (default all), whose bytes have landed in `arena`.
 
-        Blocking and long; run it in a thread. It copies only tiles that are not contiguous, a block at
+        Blocking and long; run it in a thread. It copies only parts that are not contiguous, a block at
         a time, and releases the GIL over big ones.
 
         Raises:
@@ -131,198 +156,197 @@ class Verifier:
             raise UsageError(
                 f"arena: expected {self.needs.arena_bytes} flat bytes, got {arena.dtype} {arena.shape}"
             )
-        everything = np.arange(len(self.plan.pieces))
-        chosen = everything if rows is None else everything[rows]
-        self._verify_flat(arena, chosen)
-        for piece in chosen[self.strided[chosen]].tolist():
-            self._verify_strided(arena, piece)
-        return self._covered(chosen)
+        own = self._own(rows)
+        self._verify_flat(arena, digests, own)
+        for piece in own[self.strided[own]].tolist():
+            self._verify_strided(arena, digests, piece)
+        return self.coverage(own + self.first)
 
-    def _covered(self, chosen: Int) -> Verified:
-        verified = int(self.grid.verified_bytes[chosen].sum())
-        return Verified(verified, int(self.plan.pieces.size_bytes[chosen].sum()) - verified)
+    def _own(self, rows: Int | slice | None) -> Int:
+        if rows is None:
+            return np.arange(len(self.pieces))
+        if isinstance(rows, slice):
+            return np.arange(rows.start - self.first, rows.stop - self.first)
+        return rows - self.first
 
-    def _verify_flat(self, arena: Bytes, chosen: Int) -> None:
+    def _verify_flat(self, arena: Bytes, digests: Bytes, own: Int) -> None:
         flat = self.flat
-        owner, tiles = expand(flat.start[chosen], flat.start[chosen + 1] - flat.start[chosen])
-        if not len(tiles):
+        owner, at = expand(flat.start[own], flat.start[own + 1] - flat.start[own])
+        if not len(at):
             return
         memory = arena.data
         one = xxhash.xxh3_128_digest
         found = b"".join(
-            [
-                one(memory[a:b])
-                for a, b in zip(flat.begin[tiles].tolist(), flat.end[tiles].tolist(), strict=True)
-            ]
+            [one(memory[a:b]) for a, b in zip(flat.begin[at].tolist(), flat.end[at].tolist(), strict=True)]
         )
-        differs = (
-            np.frombuffer(found, np.uint8).reshape(-1, DIGEST_BYTES) != self.digests[flat.digest[tiles]]
-        ).any(axis=1)
-        if differs.any():
-            at = int(np.argmax(differs))
-            piece = int(chosen[owner[at]])
-            self._refuse(piece, int(tiles[at] - flat.start[piece]))
+        expected = digests[flat.digest[at]]
+        if found != expected.tobytes():
+            number = _first_difference(found, expected)
+            piece = int(own[owner[number]])
+            self._refuse(piece, int(at[number] - flat.start[piece]))
 
-    def _verify_strided(self, arena: Bytes, piece: int) -> None:
-        table, grid = self.plan.pieces, self.grid
-        need = int(table.need[piece])
+    def _verify_strided(self, arena: Bytes, digests: Bytes, piece: int) -> None:
+        parts = self.parts
+        need = int(self.pieces.need[piece])
         elsize = int(self.needs.elsize[need])
-        width = grid.tile.shape[1]
+        width = parts.size.shape[1]
         shape = [1] * (width - self.needs.width) + self.needs.shape[need].tolist()
         at = int(self.needs.local_offset[need])
         box = as_box(arena[at : at + prod(shape) * elsize], shape, elsize)
-        begin = self._tile_corner(piece, grid.first[piece]) - widened(self.needs.offset[[need]], width, 0)[0]
-        extent = grid.count[piece] * grid.tile[piece]
+        begin = self._corner(piece, parts.first[piece]) - widened(self.needs.offset[[need]], width, 0)[0]
+        extent = parts.count[piece] * parts.size[piece]
         begin[-1] *= elsize
         extent[-1] *= elsize
         part = box[tuple(slice(a, a + n) for a, n in zip(begin.tolist(), extent.tolist(), strict=True))]
-        found = box_digests(part, grid.count[piece].tolist())
-        base, parts = int(grid.base[piece]), grid.parts[piece].tolist()
-        expected = self.digests[base : base + prod(parts)].reshape(*parts, DIGEST_BYTES)
-        tiles = zip(grid.first[piece].tolist(), grid.count[piece].tolist(), strict=True)
-        expected = expected[tuple(slice(a, a + n) for a, n in tiles)]
+        found = box_digests(part, parts.count[piece].tolist())
+        base, along = int(self.base[piece]), parts.parts[piece].tolist()
+        expected = digests[base : base + prod(along)].reshape(*along, DIGEST_BYTES)
+        chosen = zip(parts.first[piece].tolist(), parts.count[piece].tolist(), strict=True)
+        expected = expected[tuple(slice(a, a + n) for a, n in chosen)].reshape(-1, DIGEST_BYTES)
         if found != expected.tobytes():
-            rows = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_BYTES)
-            self._refuse(piece, int(np.argmax((rows != expected.reshape(-1, DIGEST_BYTES)).any(axis=1))))
+            self._refuse(piece, _first_difference(found, expected))
 
-    def _tile_corner(self, piece: int, index: Int) -> Int:
-        """Global offset of a tile of a piece's shard."""
-        width = self.grid.tile.shape[1]
-        row = int(self.plan.pieces.row[piece])
-        out: Int = widened(self.merged.shards.offset[[row]], width, 0)[0] + index * self.grid.tile[piece]
+    def _corner(self, piece: int, index: Int) -> Int:
+        """Global offset of a part of a piece's shard."""
+        width = self.parts.size.shape[1]
+        row = int(self.pieces.row[piece])
+        out: Int = widened(self.merged.shards.offset[[row]], width, 0)[0] + index * self.parts.size[piece]
         return out
 
-    def _refuse(self, piece: int, number: int) -> None:
-        table = self.plan.pieces
-        need = int(table.need[piece])
+    def _refuse(self, piece: int, number: int) -> NoReturn:
+        need = int(self.pieces.need[piece])
         rank = int(self.needs.rank[need])
-        index = self.grid.first[piece] + np.array(np.unravel_index(number, self.grid.count[piece].tolist()))
-        offset = unpadded(self._tile_corner(piece, index), rank)
-        shape = unpadded(self.grid.tile[piece], rank)
+        count = self.parts.count[piece].tolist()
+        index = self.parts.first[piece] + np.array(np.unravel_index(number, count))
+        offset = unpadded(self._corner(piece, index), rank)
+        shape = unpadded(self.parts.size[piece], rank)
+        source = self.merged.sources[int(self.pieces.source[piece])]
         raise DigestMismatch(
             f"tensor {self.needs.name(need)!r}: offset {offset} shape {shape} as read by {self.needs.owner} "
-            f"is not what {self.merged.sources[int(table.source[piece])]} published"
+            f"is not what {source} published"
         )
 
 
-def refuse_disagreeing_replicas(merged: Merged, digests: Mapping[Source, DigestTable]) -> None:
-    """Compare the digests of replicas, before anything is read.
-
-    Replicas cut by different rules can't be compared and are let pass.
-
-    Raises:
-        GeometryError: two sources publish other bytes for one box; the message names tensor and both.
-    """
-    joined = _joined(merged, digests)
-    begin = np.zeros(len(merged.shards), np.int64)
-    count = np.zeros(len(merged.shards), np.int64)
-    cut_by = np.full(len(merged.shards), -1, np.int64)
-    rules: dict[GridRule, int] = {}
-    before = 0
-    for number, source in enumerate(merged.sources):
-        if source not in digests:
-            continue
-        own = digests[source]
-        rows = np.flatnonzero(merged.shards.source == number)
-        theirs = merged.manifest_row[rows]
-        begin[rows] = own.start[theirs] + before
-        count[rows] = own.start[theirs + 1] - own.start[theirs]
-        cut_by[rows] = rules.setdefault(own.rule, len(rules))
-        before += len(own.digests)
-    known = np.flatnonzero(cut_by >= 0)
-    box = np.searchsorted(merged.box_start, known, side="right")
-    known = known[np.lexsort((known, cut_by[known], box))]
-    box = np.searchsorted(merged.box_start, known, side="right")
-    pairs = np.flatnonzero((box[1:] == box[:-1]) & (cut_by[known[1:]] == cut_by[known[:-1]]))
-    a, b = known[pairs], known[pairs + 1]
-    pair, mine = expand(begin[a], count[a])
-    _, other = expand(begin[b], count[a])
-    differs = (joined[mine] != joined[other]).any(axis=1)
-    if differs.any():
-        row, replica = (int(rows[pair[np.argmax(differs)]]) for rows in (a, b))
-        offset, shape = merged.shards.box(row)
-        raise GeometryError(
-            f"tensor {merged.tensors.names[int(merged.shards.tensor[row])]!r}: replicas of offset {offset} "
-            f"shape {shape} differ, {merged.sources[int(merged.shards.source[row])]} and "
-            f"{merged.sources[int(merged.shards.source[replica])]}"
-        )
+def _first_difference(found: bytes, expected: Bytes) -> int:
+    rows = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_BYTES)
+    return int(np.argmax((rows != expected).any(axis=1)))
 
 
-def _joined(merged: Merged, digests: Mapping[Source, DigestTable]) -> Bytes:
-    tables = [digests[source].digests for source in merged.sources if source in digests]
-    return np.concatenate([np.zeros((0, DIGEST_BYTES), np.uint8), *tables])
-
-
-def _grid(plan: Plan, needs: NeedTable, merged: Merged, digests: Mapping[Source, DigestTable]) -> _Grid:
-    table = plan.pieces
-    width = table.offset.shape[1]
-    base = np.zeros(len(table), np.int64)
-    parts = np.ones((len(table), width), np.int64)
-    known = np.zeros(len(table), np.bool_)
-    joined = 0
-    for number, source in enumerate(merged.sources):
-        if source not in digests:
-            continue
-        own = digests[source]
-        pieces = np.flatnonzero(table.source == number)
-        rows = merged.manifest_row[table.row[pieces]]
-        base[pieces] = own.start[rows] + joined
-        parts[pieces] = widened(own.parts, width, 1)[rows]
-        known[pieces] = True
-        joined += len(own.digests)
-    shard_shape = widened(merged.shards.shape[table.row], width, 1)
-    lo = table.offset - widened(merged.shards.offset[table.row], width, 0)
-    hi = lo + table.shape
-    # Where a piece has whole rows, bands do, and they can often be hashed where they lie.
-    whole_rows = (lo[:, -1] == 0) & (hi[:, -1] == shard_shape[:, -1])
-    use_tiles = ~whole_rows & (parts[:, -1] > 1)
-    base[use_tiles] += band_counts(parts)[use_tiles]
-    parts[~use_tiles, -1] = 1
-    tile = shard_shape // parts
-    first = -(-lo // tile)
-    count = np.maximum(hi // tile - first, 0)
-    count[~known | (count == 0).any(axis=1)] = 0
-    return _Grid(
-        base=base,
-        parts=parts,
-        tile=tile,
-        first=first,
-        count=count,
-        verified_bytes=volumes(count * tile) * needs.elsize[table.need],
+def _best_parts(pieces: PieceTable, needs: NeedTable, merged: Merged, grid: DigestGrid) -> _Parts:
+    """For each piece the level that verifies most of it; of those that verify as much, the coarsest."""
+    width = pieces.offset.shape[1]
+    rows = merged.manifest_row[pieces.row]
+    shard_shape = widened(merged.shards.shape[pieces.row], width, 1)
+    lo = pieces.offset - widened(merged.shards.offset[pieces.row], width, 0)
+    hi = lo + pieces.shape
+    elsize = needs.elsize[pieces.need]
+    best = _Parts(
+        level=np.zeros(len(pieces), np.int64),
+        parts=np.ones_like(lo),
+        size=shard_shape.copy(),
+        first=np.zeros_like(lo),
+        count=np.zeros_like(lo),
+        verified_bytes=np.zeros(len(pieces), np.int64),
     )
+    for level in range(LEVELS):
+        parts = widened(grid.parts[level], width, 1)[rows]
+        size = shard_shape // parts
+        first = -(-lo // size)
+        count = np.maximum(hi // size - first, 0)
+        count[(grid.count[level, rows] == 0) | (count == 0).any(axis=1)] = 0
+        verified = volumes(count * size) * elsize
+        better = verified > best.verified_bytes
+        best.level[better] = level
+        for name, found in (("parts", parts), ("size", size), ("first", first), ("count", count)):
+            getattr(best, name)[better] = found[better]
+        best.verified_bytes[better] = verified[better]
+    return best
 
 
-def _contiguous(plan: Plan, needs: NeedTable, grid: _Grid) -> Bool:
-    """Which pieces' tiles lie contiguous in the arena."""
-    need_shape = widened(needs.shape[plan.pieces.need], grid.tile.shape[1], 1)
-    whole = grid.tile == need_shape
+def _asks(
+    pieces: PieceTable, rows: Int, parts: _Parts, grid: DigestGrid
+) -> tuple[tuple[Selection, ...], Int, Int]:
+    """What to ask for, in the order of the pieces: (asks, asks that each piece needs, base of each)."""
+    asked = np.zeros(len(pieces), np.int64)
+    base = np.zeros(len(pieces), np.int64)
+    checked = np.flatnonzero(parts.verified_bytes)
+    if not len(checked):
+        return (), asked, base
+    key = rows[checked] * LEVELS + parts.level[checked]
+    keys, at = np.unique(key, return_inverse=True)
+    # A digest that several pieces need is asked for with the first of them.
+    done = np.cumsum(pieces.size_bytes)[checked]
+    group = np.searchsorted(_ask_ends(int(done[-1])), done, side="left")
+    first_group = np.full(len(keys), np.iinfo(np.int64).max)
+    np.minimum.at(first_group, at, group)
+    asks: list[Selection] = []
+    key_base, key_ask, place = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64), 0
+    for number in np.unique(first_group).tolist():
+        own = np.flatnonzero(first_group == number)
+        own_rows, own_levels = keys[own] // LEVELS, keys[own] % LEVELS
+        wanted = np.zeros((LEVELS, int(own_rows[-1] - own_rows[0]) + 1), np.bool_)
+        wanted[own_levels, own_rows - own_rows[0]] = True
+        # `keys` are sorted by row, then level, which is the order of the answer.
+        counts = grid.count[own_levels, own_rows]
+        key_base[own] = place + np.cumsum(counts) - counts
+        key_ask[own] = len(asks) + 1
+        asks.append(Selection(int(own_rows[0]), wanted))
+        place += int(counts.sum())
+    asked[checked] = key_ask[at]
+    base[checked] = key_base[at]
+    return tuple(asks), asked, base
+
+
+def _whole(rows: Int, parts: _Parts, grid: DigestGrid) -> tuple[tuple[Selection, ...], Int, Int]:
+    """As `_asks`, with one ask for everything that the source has."""
+    ask = Selection(0, np.ones_like(grid.count, np.bool_))
+    counts = ask.counts(grid)
+    start = (np.cumsum(counts.reshape(-1)) - counts.reshape(-1)).reshape(counts.shape)
+    return (ask,), np.ones(len(rows), np.int64), start[rows, parts.level]
+
+
+def _ask_ends(total_bytes: int) -> Int:
+    ends: list[int] = []
+    size = ASK_BYTES
+    while not ends or ends[-1] < total_bytes:
+        ends.append((ends[-1] if ends else 0) + size)
+        size = min(2 * size, MAX_ASK_BYTES)
+    return np.array(ends, np.int64)
+
+
+def _contiguous(pieces: PieceTable, needs: NeedTable, parts: _Parts) -> Bool:
+    """Which pieces' parts lie contiguous in the arena."""
+    need_shape = widened(needs.shape[pieces.need], parts.size.shape[1], 1)
+    whole = parts.size == need_shape
     inside = np.ones_like(whole)
     inside[:, :-1] = np.logical_and.accumulate(whole[:, :0:-1], axis=1)[:, ::-1]
-    out: Bool = (inside | (grid.tile == 1)).all(axis=1)
+    out: Bool = (inside | (parts.size == 1)).all(axis=1)
     return out
 
 
-def _flatten(plan: Plan, needs: NeedTable, merged: Merged, grid: _Grid, contiguous: Bool) -> _Flat:
-    width = grid.tile.shape[1]
-    counts = np.where(contiguous, volumes(grid.count), 0)
+def _flatten(
+    pieces: PieceTable, needs: NeedTable, merged: Merged, parts: _Parts, base: Int, contiguous: Bool
+) -> _Flat:
+    width = parts.size.shape[1]
+    counts = np.where(contiguous, volumes(parts.count), 0)
     piece, k = expand(np.zeros(len(counts), np.int64), counts)
-    need = plan.pieces.need[piece]
+    need = pieces.need[piece]
     elsize = needs.elsize[need]
     strides = row_major_strides(widened(needs.shape, width, 1))[need]
-    parts_strides = row_major_strides(grid.parts)[piece]
+    parts_strides = row_major_strides(parts.parts)[piece]
     index = np.zeros((len(piece), width), np.int64)
     for axis in range(width - 1, -1, -1):
-        along = grid.count[piece, axis]
+        along = parts.count[piece, axis]
         index[:, axis] = k % along
         k = k // along
-    index += grid.first[piece]
-    tile = grid.tile[piece]
-    shard_offset = widened(merged.shards.offset, width, 0)[plan.pieces.row[piece]]
-    inside_need = shard_offset + index * tile - widened(needs.offset, width, 0)[need]
+    index += parts.first[piece]
+    size = parts.size[piece]
+    shard_offset = widened(merged.shards.offset, width, 0)[pieces.row[piece]]
+    inside_need = shard_offset + index * size - widened(needs.offset, width, 0)[need]
     begin = needs.local_offset[need].astype(np.int64) + (inside_need * strides).sum(axis=1) * elsize
     return _Flat(
         start=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
         begin=begin,
-        end=begin + volumes(tile) * elsize,
-        digest=grid.base[piece] + (index * parts_strides).sum(axis=1),
+        end=begin + volumes(size) * elsize,
+        digest=base[piece] + (index * parts_strides).sum(axis=1),
     )

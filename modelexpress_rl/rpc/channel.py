@@ -211,8 +211,9 @@ class Client:
         except Exception as error:  # noqa: BLE001 (it goes to the iterator, translated)
             cause = self._cause(channel, call, error)
             self._judge(channel, error, silent=self._heard == heard_before)
-            if isinstance(cause, GRPCError) and cause.status is Status.UNAUTHENTICATED:
-                self._credentials.refused()
+            if _is_unauthenticated(cause) and self._credentials.refused():
+                metadata = self._credentials.metadata()
+                return await self._pump(self._dial(), method, request, silence_s, metadata, queue)
             await queue.put(self._translated(cause, method.name, silence_s, sent=sent))
         else:
             await queue.put(None)
@@ -360,6 +361,10 @@ def _status_of(call: grpclib.client.Stream[Any, Any], error: Exception) -> Excep
         return error
 
 
+def _is_unauthenticated(error: Exception) -> bool:
+    return isinstance(error, GRPCError) and error.status is Status.UNAUTHENTICATED
+
+
 def _ended_alone(error: Exception) -> bool:
     """The peer reset this call only; the connection still carries the others."""
     return isinstance(error, StreamTerminatedError) and str(error).startswith("Stream reset by remote party")
@@ -396,6 +401,8 @@ async def _in_own_task(call: Coroutine[Any, Any, T]) -> T:
     finally:
         if not task.done():
             await _ended(task)
+        elif not task.cancelled():
+            task.exception()  # a caller that was cancelled just now does not look at it
     return task.result()
 
 

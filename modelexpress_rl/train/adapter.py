@@ -12,11 +12,14 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from modelexpress_rl.train.config import TrainerStagingMode
 from modelexpress_rl.train.fences import CompletionFence, Fence
 from modelexpress_rl.version import WeightPayloadFormat, WeightVersionRef
+
+if TYPE_CHECKING:
+    from modelexpress_rl.reshard.grid import Selection
 
 __all__ = [
     "CompletionFence",
@@ -71,8 +74,17 @@ class WeightVersionShardManifest:
 class TileDigests(Protocol):
     """The digests of what a shard's bytes are, for readers that verify what they read."""
 
+    @property
+    def rows(self) -> int:
+        """Rows of the manifest that they are about."""
+        ...
+
+    async def answer(self, selection: Selection) -> bytes:
+        """The encoded digests of a selection; each is computed once, in a thread."""
+        ...
+
     async def table(self) -> bytes:
-        """The encoded table; computed in a thread, once."""
+        """The encoded table of all, for readers that select nothing; computed in a thread, once."""
         ...
 
     def cancel(self) -> None:

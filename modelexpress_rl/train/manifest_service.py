@@ -15,6 +15,7 @@ from modelexpress_rl._pb import modelexpress_rl_grpc, refit_grpc
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import UsageError
+from modelexpress_rl.reshard.grid import GRID, Selection
 from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.train.adapter import TileDigests, WeightVersionShardManifest
 from modelexpress_rl.train.security import Gate, WorkerSecurity
@@ -138,17 +139,35 @@ class _Digests(modelexpress_rl_grpc.RefitWorkerDigestServiceBase):
             raise GRPCError(Status.NOT_FOUND, "the shard was published without digests")
         try:
             async with asyncio.timeout(DIGEST_TIMEOUT_S):
-                table = await shard.digests.table()
+                table = await _digests(shard.digests, request)
         except TimeoutError as error:
             raise GRPCError(
                 Status.DEADLINE_EXCEEDED, f"digests not made within {DIGEST_TIMEOUT_S:g} s"
             ) from error
+        except UsageError as error:
+            raise GRPCError(Status.INVALID_ARGUMENT, str(error)) from error
         except Exception as error:
             _log.exception("digests of version %s", request.version_id)
             raise GRPCError(Status.INTERNAL, f"the digests could not be made: {error}") from error
         await stream.send_message(
             v1.GetShardDigestsResponse(digests=table, sha256=hashlib.sha256(table).hexdigest())
         )
+
+
+async def _digests(digests: TileDigests, request: v1.GetShardDigestsRequest) -> bytes:
+    """What was asked for, encoded.
+
+    Raises:
+        UsageError: the selection is not of this manifest, or of a grid that is not known.
+    """
+    if not request.HasField("selection"):
+        return await digests.table()
+    wanted = request.selection
+    if wanted.grid != GRID:
+        raise UsageError(f"grid {wanted.grid} is not known here; expected {GRID}")
+    bitmaps = [wanted.slabs, wanted.bands, wanted.tiles]
+    selection = Selection.of_bitmaps(wanted.first_row, wanted.row_count, bitmaps, digests.rows)
+    return await digests.answer(selection)
 
 
 def _find(served: Mapping[tuple[str, str], ServedShard], version_id: str, slot_id: str) -> ServedShard:

@@ -15,10 +15,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from modelexpress_rl.errors import StateError, UsageError
+from modelexpress_rl.errors import UsageError
 from modelexpress_rl.reshard import manifest as manifests
-from modelexpress_rl.reshard.digests import digest_table, encode_digests
 from modelexpress_rl.reshard.geometry import Bytes, Shard, ShardTable
+from modelexpress_rl.reshard.hashing import Memory
 from modelexpress_rl.timing import RefitRecord
 from modelexpress_rl.train.adapter import (
     SourceBox,
@@ -28,7 +28,8 @@ from modelexpress_rl.train.adapter import (
 )
 from modelexpress_rl.train.arena import ArenaLayout, ArenaPool, HostArena
 from modelexpress_rl.train.config import TrainerStagingMode
-from modelexpress_rl.train.memory import Extent, bytes_of, copy_to_host, extents_of
+from modelexpress_rl.train.digest_job import DigestJob, DigestSource
+from modelexpress_rl.train.memory import Extent, bytes_of, copy_to_host, extents_of, host_bytes
 from modelexpress_rl.transport.port import Agent, Registration
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class _Layout:
     rows: _Boxes
     table: ShardTable
     extents: tuple[Extent, ...]
+    digests: DigestSource
 
     @classmethod
     def of(cls, boxes: _Boxes) -> _Layout:
@@ -53,7 +55,10 @@ class _Layout:
         for box in boxes:
             first.setdefault(box.name, len(first))
         rows = tuple(sorted(boxes, key=lambda box: first[box.name]))
-        return cls(boxes, rows, _table(rows), extents_of(rows))
+        table, extents = _table(rows), extents_of(rows)
+        on_host = all(extent.device_kind == "cpu" for extent in extents)
+        memory = _host_memory(rows, extents) if on_host else _any_memory(rows)
+        return cls(boxes, rows, table, extents, DigestSource(table, memory, fixed=on_host))
 
 
 class _Lent:
@@ -191,65 +196,9 @@ class Stager:
         return made
 
     def _digests(self, layout: _Layout, manifest: WeightVersionShardManifest) -> DigestJob | None:
-        return DigestJob(layout, manifest.digest) if self._with_digests else None
-
-
-class DigestJob:
-    """The tile digests of one staged version: made in a thread, once `start` runs.
-
-    The bytes are still while anybody may read them, so this runs beside the announcement and the
-    reads; readers ask for the digests last.
-    """
-
-    def __init__(self, layout: _Layout, manifest_digest: str) -> None:
-        self._layout: _Layout | None = layout
-        self._manifest_digest = manifest_digest
-        self._done = anyio.Event()
-        self._table = b""
-        self._error: Exception | None = None
-        self._cancelled = False
-
-    async def start(self) -> None:
-        """Make the table; failures are kept for whoever asks."""
-        layout = self._layout
-        if layout is None or self._done.is_set():
-            return
-        try:
-            self._table = await anyio.to_thread.run_sync(self._make, layout)
-        except Exception as error:  # noqa: BLE001 (raised in `table`)
-            self._error = error
-        finally:
-            self._done.set()
-            self._layout = None
-
-    async def table(self) -> bytes:
-        """The encoded table, once it is made.
-
-        Raises:
-            StateError: it was cancelled: the publication has ended.
-        """
-        await self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._table
-
-    def cancel(self) -> None:
-        """Nobody will ask any more; a job that runs ends at its next shard."""
-        self._cancelled = True
-        self._layout = None
-        if not self._table and self._error is None:
-            self._error = StateError("the publication has ended")
-        self._done.set()
-
-    def _make(self, layout: _Layout) -> bytes:
-        def memory(row: int) -> Bytes:
-            if self._cancelled:
-                raise StateError("the publication has ended")
-            box = layout.rows[row]
-            return bytes_of(box.addr, box.size_bytes, box.device_kind, box.owner)
-
-        made = digest_table(layout.table, memory, threads=THREADS)
-        return encode_digests(made, self._manifest_digest)
+        if not self._with_digests:
+            return None
+        return DigestJob(layout.digests, manifest.digest, threads=THREADS)
 
 
 class OneStaging:
@@ -299,6 +248,28 @@ def _table(boxes: _Boxes) -> ShardTable:
                 f"tensor {box.name!r}: {box.dtype} {box.shape} has {size_bytes} bytes, got {box.size_bytes}"
             )
     return table
+
+
+def _host_memory(rows: _Boxes, extents: tuple[Extent, ...]) -> Memory:
+    """The bytes of each row where they lie on the host; `rows` keeps whatever owns them."""
+    starts = [extent.addr for extent in extents]
+    views = [host_bytes(extent.addr, extent.size_bytes) for extent in extents]
+
+    def memory(row: int) -> Bytes:
+        box = rows[row]
+        at = _last_at_most(starts, box.addr)
+        begin = box.addr - starts[at]
+        return views[at][begin : begin + box.size_bytes]
+
+    return memory
+
+
+def _any_memory(rows: _Boxes) -> Memory:
+    def memory(row: int) -> Bytes:
+        box = rows[row]
+        return bytes_of(box.addr, box.size_bytes, box.device_kind, box.owner)
+
+    return memory
 
 
 def _into_arena(source: _Layout, places: ArenaLayout, arena: HostArena) -> _Boxes:

@@ -1,9 +1,7 @@
-"""Digests find any flipped byte in what they cover, name it, and cover what meshes usually cut."""
+"""Digests come out as described, survive the wire, and are refused where they were damaged."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +10,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelexpress_rl.errors import DigestMismatch, GeometryError, ManifestError, UsageError
-from modelexpress_rl.reshard import digests as digests_module
+from modelexpress_rl.errors import GeometryError, ManifestError, StateError, UsageError
+from modelexpress_rl.reshard import grid as grids
 from modelexpress_rl.reshard.digests import (
     DigestTable,
     GridRule,
@@ -22,163 +20,21 @@ from modelexpress_rl.reshard.digests import (
     encode_digests,
     tile_parts,
 )
-from modelexpress_rl.reshard.geometry import Shard, ShardTable, Source
+from modelexpress_rl.reshard.geometry import Shard, ShardTable
+from modelexpress_rl.reshard.grid import BANDS, GRID, LEVELS, TILES, Selection, digest_grid
+from modelexpress_rl.reshard.hashing import (
+    ShardDigests,
+    ShardHasher,
+    decode_answer,
+    encode_answer,
+    is_answer,
+)
 from modelexpress_rl.reshard.memory import as_bytes, bytes_at
-from modelexpress_rl.reshard.needs import Need, NeedTable
-from modelexpress_rl.reshard.planner import plan
-from modelexpress_rl.reshard.verify import Verified, Verifier, refuse_disagreeing_replicas
-from tests.reshard.reference import World, address, many, publish, pull, worlds
+from modelexpress_rl.reshard.replicas import refuse_disagreeing_replicas
+from tests.reshard.digested import FINE, digest_tables, memory_of, one_tensor
+from tests.reshard.reference import many
 
-FINE = GridRule(min_tile_bytes=64, fine_tile_bytes=64)
 SHA = "ab" * 32
-
-
-def memory_of(world: World, number: int) -> Callable[[int], np.ndarray]:
-    table, buffer = world.manifests[number].manifest.table, world.buffers[number]
-
-    def memory(row: int) -> np.ndarray:
-        at = int(table.addr[row]) - address(buffer)
-        return buffer[at : at + int(table.size_bytes[row])]
-
-    return memory
-
-
-def published_digests(world: World, rule: GridRule = FINE) -> dict[Source, DigestTable]:
-    return {
-        m.source: digest_table(m.manifest.table, memory_of(world, i), rule=rule)
-        for i, m in enumerate(world.manifests)
-    }
-
-
-def one_tensor(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> World:
-    elsize = {"torch.bfloat16": 2, "torch.float32": 4, "torch.uint8": 1}[dtype]
-    data = np.random.default_rng(1).integers(0, 256, (*shape, elsize), np.uint8)
-    return publish({"t": (dtype, data)}, [[("t", offset, size)] for offset, size in boxes])
-
-
-def pulled(world: World, needs: NeedTable) -> tuple[Verifier, np.ndarray]:
-    merged = world.merged()
-    made = plan(needs, merged)
-    arena = np.zeros(needs.arena_bytes, np.uint8)
-    pull(made, arena)
-    return Verifier.of(made, needs, merged, published_digests(world)), arena
-
-
-@many
-@given(worlds())
-def test_what_was_read_right_is_verified_in_any_geometry(drawn: tuple[World, list[Need]]) -> None:
-    world, needs = drawn
-    verifier, arena = pulled(world, NeedTable.build(needs))
-    covered = verifier.verify(arena)
-    assert covered == verifier.coverage
-    assert covered.verified_bytes + covered.unverified_bytes == verifier.plan.total_bytes
-    by_piece = Verified(0, 0)
-    for piece in range(len(verifier.plan.pieces)):
-        by_piece += verifier.verify(arena, np.array([piece]))
-    assert by_piece == covered
-
-
-SHAPES = [
-    ((4096,), [((0,), (4096,))], ((0,), (4096,))),
-    ((4096,), [((0,), (2048,)), ((2048,), (2048,))], ((1024,), (2048,))),
-    ((64, 96), [((0, 0), (64, 96))], ((0, 0), (64, 96))),  # whole: bands
-    ((64, 96), [((0, 0), (64, 96))], ((16, 0), (16, 96))),  # rows: some bands
-    ((64, 96), [((0, 0), (64, 96))], ((0, 24), (64, 24))),  # columns: tiles, strided in the shard
-    ((64, 96), [((0, 0), (64, 48)), ((0, 48), (64, 48))], ((0, 0), (64, 96))),  # strided in the arena
-    ((8, 32, 64), [((0, 0, 0), (8, 32, 64))], ((0, 8, 0), (8, 8, 64))),  # a middle axis
-    ((8, 32, 64), [((0, 0, 0), (4, 32, 64)), ((4, 0, 0), (4, 32, 64))], ((0, 0, 32), (8, 32, 32))),
-]
-
-
-@pytest.mark.parametrize(("shape", "boxes", "need"), SHAPES)
-@pytest.mark.parametrize("block_bytes", [100, 512 << 10])
-def test_every_flipped_byte_is_found_and_named(
-    shape: tuple[int, ...], boxes: list, need: tuple, block_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(digests_module, "BLOCK_BYTES", block_bytes)
-    world = one_tensor(shape, *boxes, dtype="torch.bfloat16")
-    needs = NeedTable.build([Need("t", "torch.bfloat16", *need)], owner="rank 2")
-    verifier, arena = pulled(world, needs)
-    assert verifier.verify(arena) == Verified(int(needs.size_bytes[0]), 0)
-    places = range(len(arena)) if len(arena) < 3000 else np.random.default_rng(3).integers(0, len(arena), 300)
-    for at in places:
-        arena[at] ^= 0x10
-        with pytest.raises(DigestMismatch, match=r"tensor 't': offset .* read by rank 2 .* worker 'w[01]'"):
-            verifier.verify(arena)
-        arena[at] ^= 0x10
-
-
-def test_the_box_named_holds_the_wrong_byte() -> None:
-    world = one_tensor((64, 96), ((0, 0), (64, 96)), dtype="torch.uint8")
-    verifier, arena = pulled(world, NeedTable.build([Need("t", "torch.uint8", (0, 0), (64, 96))]))
-    arena[17 * 96] ^= 1
-    with pytest.raises(DigestMismatch, match=re.escape("offset (16, 0) shape (8, 96)")):
-        verifier.verify(arena)
-
-
-@many
-@given(worlds(conflicting=False), st.data())
-def test_a_flip_in_a_wholly_verified_piece_is_found(
-    drawn: tuple[World, list[Need]], data: st.DataObject
-) -> None:
-    world, needs = drawn
-    verifier, arena = pulled(world, NeedTable.build(needs))
-    p = verifier.plan.pieces
-    whole = np.flatnonzero((verifier.grid.verified_bytes == p.size_bytes) & (p.size_bytes > 0))
-    if not len(whole):
-        return
-    runs = verifier.plan.runs(np.array([data.draw(st.sampled_from(whole.tolist()))]))
-    run = data.draw(st.integers(0, len(runs) - 1))
-    at = int(runs.local_offset[run]) + data.draw(st.integers(0, int(runs.size_bytes[run]) - 1))
-    arena[at] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(DigestMismatch):
-        verifier.verify(arena)
-
-
-def test_a_tile_that_a_need_cuts_is_counted_as_unverified() -> None:
-    world = one_tensor((64, 96), ((0, 0), (64, 96)), dtype="torch.uint8")
-    verifier, arena = pulled(world, NeedTable.build([Need("t", "torch.uint8", (4, 0), (56, 96))]))
-    assert verifier.verify(arena) == Verified(48 * 96, 8 * 96)
-    arena[0] ^= 1  # in rows 4 to 7, of the tile of rows 0 to 7
-    verifier.verify(arena)
-
-
-def test_a_source_without_digests_is_unverified() -> None:
-    world = one_tensor((64,), ((0,), (64,)), dtype="torch.uint8")
-    merged = world.merged()
-    needs = NeedTable.build([Need("t", "torch.uint8", (0,), (64,))])
-    verifier = Verifier.of(plan(needs, merged), needs, merged, {})
-    assert verifier.verify(np.zeros(64, np.uint8)) == Verified(0, 64)
-    with pytest.raises(UsageError, match="expected 64 flat bytes"):
-        verifier.verify(np.zeros(63, np.uint8))
-
-
-def test_a_verifier_is_renewed_for_the_next_version() -> None:
-    world = one_tensor((64, 96), ((0, 0), (64, 96)), dtype="torch.bfloat16")
-    needs = NeedTable.build([Need("t", "torch.bfloat16", (0, 0), (64, 48))])
-    verifier, arena = pulled(world, needs)
-    world.buffers[0][:] ^= 0xFF
-    after = verifier.renewed(published_digests(world))
-    with pytest.raises(DigestMismatch):
-        after.verify(arena)
-    pull(verifier.plan, arena)
-    assert after.verify(arena).unverified_bytes == 0
-    with pytest.raises(UsageError, match="not of the structure"):
-        verifier.renewed(published_digests(world, GridRule()))
-
-
-def test_replicas_that_differ_are_refused_before_anything_is_read() -> None:
-    world = one_tensor((64, 96), *[((0, 0), (64, 96))] * 3, dtype="torch.bfloat16")
-    digests = published_digests(world)
-    refuse_disagreeing_replicas(world.merged(), digests)
-    world.buffers[2][5000] ^= 1
-    changed = published_digests(world)
-    with pytest.raises(GeometryError, match=r"tensor 't': replicas of .* differ, worker 'w1'.* worker 'w2'"):
-        refuse_disagreeing_replicas(world.merged(), changed)
-    silent = {source: table for source, table in changed.items() if source.worker_id != "w2"}
-    refuse_disagreeing_replicas(world.merged(), silent)
-    otherwise = published_digests(world, GridRule())[world.manifests[2].source]
-    refuse_disagreeing_replicas(world.merged(), {**silent, world.manifests[2].source: otherwise})
 
 
 def test_memory_is_viewed_without_a_copy() -> None:
@@ -213,13 +69,27 @@ def test_the_grid(shape: tuple[int, ...], elsize: int, parts: list[int]) -> None
 
 def test_digests_are_xxh3_of_bands_and_then_of_tiles() -> None:
     world = one_tensor((16, 64), ((0, 0), (16, 64)), dtype="torch.uint8")
-    table = published_digests(world)[world.manifests[0].source]
+    table = digest_tables(world)[world.manifests[0].source]
     data = world.tensors["t"][1][..., 0]
     bands = [data[i : i + 2] for i in range(0, 16, 2)]
     tiles = [band[:, j : j + 32] for band in bands for j in (0, 32)]
     assert table.parts.tolist() == [[8, 2]]
     expected = [xxhash.xxh3_128_digest(tile.tobytes()) for tile in [*bands, *tiles]]
     assert table.digests.tobytes() == b"".join(expected)
+
+
+def test_replicas_that_differ_are_refused_before_anything_is_read() -> None:
+    world = one_tensor((64, 96), *[((0, 0), (64, 96))] * 3, dtype="torch.bfloat16")
+    digests = digest_tables(world)
+    refuse_disagreeing_replicas(world.merged(), digests)
+    world.buffers[2][5000] ^= 1
+    changed = digest_tables(world)
+    with pytest.raises(GeometryError, match=r"tensor 't': replicas of .* differ, worker 'w1'.* worker 'w2'"):
+        refuse_disagreeing_replicas(world.merged(), changed)
+    silent = {source: table for source, table in changed.items() if source.worker_id != "w2"}
+    refuse_disagreeing_replicas(world.merged(), silent)
+    otherwise = digest_tables(world, GridRule())[world.manifests[2].source]
+    refuse_disagreeing_replicas(world.merged(), {**silent, world.manifests[2].source: otherwise})
 
 
 def test_threads_change_nothing_and_wrong_memory_is_named() -> None:
@@ -269,3 +139,157 @@ def test_damaged_digests_are_refused(at: int, inserted: bytes, removed: int) -> 
         return
     with pytest.raises(ManifestError):
         decode_digests(damaged, table, SHA)
+
+
+def hasher_of(
+    *arrays: np.ndarray, fixed: bool = True, rule: GridRule = FINE
+) -> tuple[ShardHasher, ShardTable]:
+    shards = [
+        Shard(f"t{i}", "torch.uint8", array.shape, (0,) * array.ndim, array.shape, 4096)
+        for i, array in enumerate(arrays)
+    ]
+    table = ShardTable.build(shards)
+    return ShardHasher(table, lambda row: arrays[row].reshape(-1), fixed=fixed, rule=rule), table
+
+
+def hashed(hasher: ShardHasher) -> ShardDigests:
+    made = ShardDigests(hasher)
+    for unit in range(len(hasher.units)):
+        hasher.hash_slabs(unit, made, lambda: False)
+    return made
+
+
+def everything(hasher: ShardHasher) -> Selection:
+    return Selection(0, np.ones(hasher.grid.count.shape, np.bool_))
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("whole_bytes", [0, 256 << 10])
+def test_levels_are_xxh3_of_their_parts(
+    fixed: bool, whole_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grids, "WHOLE_BYTES", whole_bytes)
+    data = np.random.default_rng(2).integers(0, 256, (4, 8, 64), np.uint8)
+    hasher, _ = hasher_of(data, fixed=fixed, rule=GridRule(64, 4, 64, 4))
+    slabs, bands, tiles = [4, 1, 1], [4, 4, 1], [4, 4, 2]
+    if whole_bytes:
+        slabs, bands, tiles = [1, 1, 1], [4, 8, 1], [4, 8, 4]
+    assert hasher.grid.parts[:, 0].tolist() == [slabs, bands, tiles]
+    made = hashed(hasher)
+    for level in (BANDS, TILES):
+        hasher.hash_parts(level, [0], made, lambda: False)
+    for level, parts in enumerate((slabs, bands, tiles)):
+        cut = data.reshape(
+            parts[0], 4 // parts[0], parts[1], 8 // parts[1], parts[2], 64 // parts[2]
+        ).transpose(0, 2, 4, 1, 3, 5)
+        expected = [xxhash.xxh3_128_digest(cut[at].tobytes()) for at in np.ndindex(*parts)]
+        assert made.get(level, 0).tobytes() == b"".join(expected)
+
+
+def test_levels_that_repeat_a_coarser_one_are_absent() -> None:
+    arrays = [
+        np.zeros(shape, np.uint8) for shape in [(0, 8), (7,), (1 << 20,), (1024, 1024), (64, 96), (1, 640)]
+    ]
+    hasher, _ = hasher_of(*arrays, rule=GridRule())
+    assert hasher.grid.count.T.tolist() == [
+        [0, 0, 0],
+        [1, 0, 0],
+        [16, 0, 0],
+        [8, 0, 64],
+        [1, 8, 64],
+        [1, 0, 8],
+    ]
+
+
+def test_bytes_that_changed_after_the_capture_are_refused() -> None:
+    data = np.random.default_rng(2).integers(0, 256, (64, 96), np.uint8)
+    other = data.copy()
+    hasher, _ = hasher_of(other, data)
+    made = hashed(hasher)
+    data[63, 95] ^= 1
+    hasher.hash_parts(TILES, [0], made, lambda: False)
+    with pytest.raises(StateError, match=r"tensor 't1', offset \(0, 0\) .* changed after they were captured"):
+        hasher.hash_parts(TILES, [1], made, lambda: False)
+
+
+def test_hashing_ends_when_it_is_told_to() -> None:
+    first, _ = hasher_of(np.zeros((64, 96), np.uint8), np.zeros(7, np.uint8))
+    for hasher in (first, hasher_of(np.zeros(7, np.uint8), fixed=False)[0]):
+        with pytest.raises(StateError, match="ended"):
+            hasher.hash_slabs(0, ShardDigests(hasher), lambda: True)
+    with pytest.raises(StateError, match="ended"):
+        first.hash_parts(TILES, [0], hashed(first), lambda: True)
+
+
+def test_wrong_memory_is_named() -> None:
+    table = ShardTable.build([Shard("t", "torch.uint8", (8,), (0,), (8,), 4096)])
+    with pytest.raises(UsageError, match=r"tensor 't': expected 8 flat bytes, got uint8 \(7,\)"):
+        ShardHasher(table, lambda row: np.zeros(7, np.uint8), fixed=True)
+
+
+selections = st.integers(1, 40).flatmap(
+    lambda rows: st.tuples(
+        st.just(rows),
+        st.integers(0, rows),
+        st.lists(st.lists(st.booleans(), min_size=LEVELS, max_size=LEVELS), max_size=rows),
+    )
+)
+
+
+@many
+@given(selections)
+def test_selections_come_back(drawn: tuple[int, int, list[list[bool]]]) -> None:
+    rows, first, wanted = drawn
+    wanted = wanted[: rows - first]
+    selection = Selection(first, np.array(wanted, np.bool_).reshape(-1, LEVELS).T)
+    again = Selection.of_bitmaps(first, len(wanted), selection.bitmaps(), rows)
+    assert (again.first_row, again.wanted.tolist()) == (first, selection.wanted.tolist())
+    assert again.name == selection.name
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "bits"),
+    [(-1, 2, b"\1"), (3, 2, b"\1"), (0, -1, b""), (0, 4, b"\1\1"), (1 << 60, 1 << 60, b"\1"), (0, 5, b"\1")],
+)
+def test_impossible_selections_are_refused(first: int, count: int, bits: bytes) -> None:
+    with pytest.raises(UsageError, match="digests: "):
+        Selection.of_bitmaps(first, count, [bits, b"", b""], 4)
+
+
+def test_an_answer_is_bound_to_what_was_asked_and_to_the_manifest() -> None:
+    hasher, _ = hasher_of(np.ones((64, 96), np.uint8), np.ones((64, 96), np.uint8))
+    made, ask = hashed(hasher), everything(hasher)
+    one = Selection(0, ask.wanted[:, :1])
+    other = Selection(1, ask.wanted[:, :1])
+    data = encode_answer(made.gather(one), one, SHA)
+    assert is_answer(data)
+    assert decode_answer(data, one, hasher.grid, SHA).tobytes() == made.gather(one).tobytes()
+    with pytest.raises(ManifestError, match="not those that were asked for"):
+        decode_answer(data, other, hasher.grid, SHA)
+    with pytest.raises(ManifestError, match="not those that were asked for"):
+        decode_answer(data, one, hasher.grid, "cd" * 32)
+    with pytest.raises(ManifestError, match=r"expected .* of them"):
+        decode_answer(data, ask, hasher.grid, SHA)
+    for at in range(len(data)):
+        with pytest.raises(ManifestError):
+            decode_answer(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :], one, hasher.grid, SHA)
+        with pytest.raises(ManifestError):
+            decode_answer(data[:at], one, hasher.grid, SHA)
+
+
+def test_the_grid_has_a_number_that_goes_with_its_rule() -> None:
+    """Readers and publishers cut alike where they agree on the number: change both together."""
+    shards = [
+        Shard(f"t{i}", "torch.bfloat16", shape, (0,) * len(shape), shape, 4096)
+        for i, shape in enumerate([(152064, 2048), (128, 768, 2048), (2048,), (64, 32), (3, 1024, 1024), ()])
+    ]
+    parts = digest_grid(ShardTable.build(shards)).parts[:, :, :].transpose(1, 0, 2).tolist()
+    assert GRID == 1
+    assert parts == [
+        [[1, 32, 1], [1, 32, 1], [1, 32, 32]],
+        [[16, 1, 1], [16, 16, 1], [16, 16, 16]],
+        [[1, 1, 1], [1, 1, 1], [1, 1, 8]],
+        [[1, 1, 1], [1, 8, 1], [1, 8, 8]],
+        [[1, 1, 1], [1, 8, 1], [1, 8, 8]],
+        [[1, 1, 1], [1, 1, 1], [1, 1, 1]],
+    ]

@@ -14,10 +14,11 @@ from modelexpress_rl.errors import StateError, UsageError
 from modelexpress_rl.timing import RefitRecord
 from modelexpress_rl.train.adapter import TrainerEngineAdapter, let_go
 from modelexpress_rl.train.config import TrainerStagingMode
+from modelexpress_rl.train.digest_job import DigestJob
 from modelexpress_rl.train.fences import Fence, wait_for
 from modelexpress_rl.train.publication import Publication
 from modelexpress_rl.train.publications import Publications
-from modelexpress_rl.train.staging import DigestJob, OneStaging, Stager
+from modelexpress_rl.train.staging import OneStaging, Stager
 from modelexpress_rl.version import WeightPayloadFormat, WeightVersionRef
 
 _log = logging.getLogger(__name__)
