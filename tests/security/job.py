@@ -1,4 +1,4 @@
-"""A control plane, a trainer and a generator that are the real ones, over a transport in this process."""
+"""A control plane, a trainer and a generator that are the real ones, over NIXL or over a stand-in for it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ MODEL, SLOT = "m", "s"
 class Job:
     """Made by `opened`; what is opened here is closed with it."""
 
-    def __init__(self, plane: Running, url: str) -> None:
+    def __init__(self, plane: Running, url: str, *, nixl: bool = False) -> None:
         self.plane = plane
         self.url = url
+        self.nixl = nixl
         self.hub = Hub()
         self.weights = np.zeros((4, 6), np.float32)
         self._numbers = itertools.count()
@@ -53,7 +54,7 @@ class Job:
                 release_grace_seconds=0.05,
                 **config,
             ),
-            create_agent=agent,
+            **({} if self.nixl else {"create_agent": agent}),
         )
         return await self._stack.enter_async_context(client)
 
@@ -67,7 +68,7 @@ class Job:
                 rpc_timeout_seconds=5.0,
                 **config,
             ),
-            agent=self.hub.agent(f"generator-{next(self._numbers)}"),
+            agent=None if self.nixl else self.hub.agent(f"generator-{next(self._numbers)}"),
         )
         return await self._stack.enter_async_context(client), model
 
@@ -100,9 +101,11 @@ class Job:
 
 
 @contextlib.asynccontextmanager
-async def opened(security: ServerSecurity = PLAIN, *, scheme: str = "http") -> AsyncIterator[Job]:
+async def opened(
+    security: ServerSecurity = PLAIN, *, scheme: str = "http", nixl: bool = False
+) -> AsyncIterator[Job]:
     async with serving(MemoryStore(), security=security) as plane:
-        job = Job(plane, f"{scheme}://{plane.address}")
+        job = Job(plane, f"{scheme}://{plane.address}", nixl=nixl)
         try:
             yield job
         finally:

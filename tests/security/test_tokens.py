@@ -190,9 +190,6 @@ class TestRotation:
             write(path, "first-secret")
             now_s = 1.5
             async with plane.watch_version(request) as messages:
-                with pytest.raises(Unauthenticated):
-                    await anext(aiter(messages))
-            async with plane.watch_version(request) as messages:
                 await anext(aiter(messages))
 
 

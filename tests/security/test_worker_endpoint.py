@@ -17,6 +17,7 @@ from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl._pb import refit_pb2_grpc
 from modelexpress_rl.errors import AccessDenied, UsageError
+from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.rpc import (
     ControlPlane,
     NotFound,
@@ -376,3 +377,31 @@ def read(path: Path) -> bytes:
 
 def write(path: Path, text: str) -> None:
     path.write_text(text)
+
+
+@pytest.mark.heavy
+async def test_a_job_over_nixl_where_everything_is_demanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL's own listener, which asks nobody for anything, is not there; nothing needs it."""
+    pytest.importorskip("nixl")
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("trainer")
+    write(tmp_path / "tokens", "reader-secret")
+    environment(
+        monkeypatch,
+        MX_TLS_CA=authority.file,
+        MX_WORKER_TLS_CERT=cert,
+        MX_WORKER_TLS_KEY=key,
+        MX_WORKER_AUTH_TOKEN_PATH=tmp_path / "tokens",
+        MX_MANIFEST_REQUIRE_LEASE="1",
+    )
+    async with opened(nixl=True) as job:
+        trainer = await job.trainer()
+        await job.publish(trainer, "v1", 1.0)
+        lease = headers("g", await job.lease("g", "v1"))
+        token = worker_token(tmp_path / "tokens")
+        async with endpoint_of(trainer, credentials=token) as endpoint:
+            answer = await endpoint.get_weight_version_shard_manifest(MANIFEST, metadata=lease)
+        assert manifests.decode(answer.manifest).metadata_endpoint == ""
+        await job.refit("v1", 1.0)

@@ -174,3 +174,20 @@ class TestShortSpans:
                 states = [message.status.state async for message in call]
             assert states[0] == v1.VERSION_STATE_RELEASING
             assert v1.VERSION_STATE_RETIRED in states
+
+    async def test_the_server_keeps_as_many_as_it_was_told(self) -> None:
+        options = ("--keep-last", "2", "--keep-last-for", "a=b=1", *SPANS)
+        async with serve(*options) as running, grpc.aio.insecure_channel(running.address) as channel:
+            api = Api(channel)
+            for model in ("m", "a=b"):
+                await api.register(f"t {model}", model=model, ttl_s=600)
+                for n in range(4):
+                    await api.create(f"{model} {n}", model=model, slots=["s"])
+                    await api.publish("s", f"t {model}", uid=f"{model} {n}")
+
+            async def kept() -> bool:
+                states = [v1.VERSION_STATE_READY]
+                listed = await api.control.ListVersions(v1.ListVersionsRequest(states=states))
+                return [each.version.uid for each in listed.versions] == ["a=b 3", "m 2", "m 3"]
+
+            await eventually(kept)
