@@ -48,8 +48,14 @@ def timeout_s(options: argparse.Namespace) -> float:
 
 def console() -> Console:
     """Where to print: as wide as the terminal, and without breaking lines for a pipe."""
-    plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    plain = _Console(highlight=False)
+    return plain if plain.is_terminal else _Console(highlight=False, width=PIPE_WIDTH)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`: rich itself would end the process as if it had failed."""
+        raise BrokenPipeError
 
 
 def states_in(names: Iterable[str]) -> list[VersionState]:

@@ -59,14 +59,8 @@ async def look(server_url: str | None, timeout_s: float) -> list[Finding]:
             token.metadata()
     except UsageError as error:
         return [fail("configuration", str(error), "set it as docs/configuration.md says")]
-    source = (
-        "given"
-        if server_url
-        else f"from {what}"
-        if envs.server_url() != envs.DEFAULT_SERVER_URL
-        else "default"
-    )
-    findings = [ok("address", f"{address} ({source}{', TLS' if address.secure else ''})")]
+    where = "the default" if not server_url and envs.server_url() == envs.DEFAULT_SERVER_URL else what
+    findings = [ok("address", f"{address} ({where}{', TLS' if address.secure else ''})")]
     if token is not None:
         findings.append(ok("token", f"{token_path} holds a bearer token"))
     answers: list[_Answer] = []
@@ -88,7 +82,7 @@ async def _look_at(
     try:
         plane = ControlPlane(address, rpc_timeout_s=timeout_s, credentials=token)
     except UsageError as error:
-        return [*findings, fail("TLS", str(error), "see docs/security.md")]
+        return [*findings, fail("TLS", str(error), "see MX_TLS_* in docs/configuration.md")]
     async with plane:
         try:
             sent_s, began_s = time.time(), time.perf_counter()

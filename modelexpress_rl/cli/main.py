@@ -15,6 +15,7 @@ from modelexpress_rl.errors import ModelExpressError, Unavailable, UsageError
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_ASKING = ("versions", "watch", "workers", "top", "evict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,34 +72,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         return cast(int, options.run(options))
-    except UsageError as error:
-        print(f"mx-rl {options.command}: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except ModelExpressError as error:
-        print(f"mx-rl {options.command}: {error}", file=sys.stderr)
-        if isinstance(error, Unavailable) and options.command not in ("serve", "demo", "doctor"):
-            print("`mx-rl doctor` with the same --server looks for the cause", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except BaseExceptionGroup as group:
-        return _failed_in_tasks(str(options.command), group)
+    except BaseException as error:  # noqa: BLE001 - what is not ours is raised again
+        return _ended(str(options.command), error)
 
 
-def _failed_in_tasks(command: str, group: BaseExceptionGroup[BaseException]) -> int:
-    """What a task group wrapped: an error of ours is told as any other."""
-    first: BaseException = group
-    while isinstance(first, BaseExceptionGroup):
+def _ended(command: str, error: BaseException) -> int:
+    """The exit status after `error`, which is told in one line where it is one of ours."""
+    first = error
+    while isinstance(first, BaseExceptionGroup):  # a task group wraps what its tasks raise
         first = first.exceptions[0]
     if isinstance(first, KeyboardInterrupt):
         return EXIT_INTERRUPTED
+    if isinstance(first, BrokenPipeError) and command in _ASKING:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     if not isinstance(first, ModelExpressError):
-        raise group
+        raise error
     print(f"mx-rl {command}: {first}", file=sys.stderr)
-    return EXIT_USAGE if isinstance(first, UsageError) else EXIT_FAILED
+    if isinstance(first, UsageError):
+        return EXIT_USAGE
+    if isinstance(first, Unavailable) and command in _ASKING:
+        print("`mx-rl doctor` with the same --server looks for the cause", file=sys.stderr)
+    return EXIT_FAILED
 
 
 if __name__ == "__main__":
