@@ -174,7 +174,6 @@ def settle(record: VersionRecord, moment: Moment) -> Decision[VersionRecord]:
     """
     effects: tuple[Effect, ...] = ()
     for event in due(record, moment):
-        if (record.state, type(event)) in TABLE.edges:
-            step = decide(record, event, moment)
-            record, effects = step.record, effects + step.effects
+        step = decide(record, event, moment)
+        record, effects = step.record, effects + step.effects
     return Decision(record, effects)

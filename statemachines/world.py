@@ -31,7 +31,7 @@ from statemachines.world_records import (
     Outcome,
     Step,
     World,
-    start,
+    fresh,
 )
 from statemachines.world_server import Turn, decide_version, decide_worker, serve, settle
 
@@ -39,6 +39,23 @@ __all__ = ["Config", "Move", "Step", "World", "moves", "start", "step"]
 
 Move: TypeAlias = tuple[str | int, ...]
 _OF_GENERATORS = (Kind.ACQUIRE, Kind.RENEW, Kind.RETURN)
+
+
+def start(config: Config) -> World:
+    """The world at its beginning."""
+    world = fresh(config)
+    for i in range(len(config.slots) if config.published else 0):
+        for move in _PUBLISHING:
+            world = step(world, tuple(i if part == "i" else part for part in move)).after
+    return world
+
+
+_PUBLISHING: tuple[Move, ...] = (
+    ("call", Kind.REGISTER, "i", Outcome.OK),
+    ("trainer", "i", "capture"),
+    ("trainer", "i", "publish"),
+    ("call", Kind.ANNOUNCE, "i", Outcome.OK),
+)
 
 
 def moves(world: World) -> list[Move]:

@@ -32,7 +32,7 @@ class Config:
 
     `unanswered` calls are lost, answered into the void, carried out late, or answered late. `stray` adds
     timers that fire at any time and commands of the wrong worker. As on a real server, retention is longer
-    than a lease and than a call can be under way.
+    than a lease and than a call can be under way. `published` begins with every trainer's shard announced.
     """
 
     slots: tuple[str, ...] = ("a",)
@@ -51,6 +51,7 @@ class Config:
     failed_reads: int = 0
     creations: int = 0
     stray: bool = False
+    published: bool = False
 
     @property
     def spec(self) -> VersionSpec:
@@ -235,7 +236,7 @@ class Step(NamedTuple):
     log: tuple[Decided, ...] = ()
 
 
-def start(config: Config) -> World:
+def fresh(config: Config) -> World:
     """A version in STAGING, trainers that are about to capture, and nothing registered yet."""
     trainers = tuple(
         Trainer(WorkerId(f"t{i}"), SlotId(slot), begin_publication(UID, SlotId(slot)))

@@ -261,15 +261,12 @@ def _reply(turn: Turn, refused: Refused | None) -> Reply:
         return Reply(refused)
     leases = version.live_leases(record, turn.now_ms)
     gone_in_ms = max((held.deadline_ms - turn.now_ms for held in leases), default=0)
-    return Reply(refused, record.sequence, record.state, live_shards(turn.world), gone_in_ms)
+    return Reply(refused, record.sequence, record.state, _live_shards(turn, record), gone_in_ms)
 
 
-def live_shards(world: World) -> frozenset[Shard]:
+def _live_shards(turn: Turn, record: VersionRecord) -> frozenset[Shard]:
     """The publications that count now, by what the control plane knows."""
-    record = world.store.version
-    moment = moment_of(world.now_ms, world.store.workers)
-    if record is None:
-        return frozenset()
+    moment = moment_of(turn.now_ms, turn.store.workers)
     return frozenset(
         (shard.worker_id, int(shard.manifest_digest))
         for shard in record.publications.values()

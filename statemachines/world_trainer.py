@@ -178,7 +178,7 @@ def _hear_drain(turn: Turn, i: int, reply: Reply) -> None:
         # Refused with "not found", or retired: in both cases nobody reads.
         if reply.refused is None or "has not published" in reply.refused.message:
             tell(turn, i, Drained())
-    elif turn.trainer(i).drained_at_ms is None:
+    else:
         turn.change_trainer(i, drained_at_ms=turn.now_ms + reply.readers_gone_in_ms)
 
 

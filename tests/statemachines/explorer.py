@@ -46,10 +46,10 @@ def explore(
     begin = start(config) if first is None else first
     parents: dict[Hashable, tuple[Hashable, Move] | None] = {key(begin): None}
     queue: deque[tuple[World, Hashable, int]] = deque([(begin, key(begin), 0)])
-    steps, depth, until = 0, 0, time.monotonic() + max_s
+    steps, depth, until = 0, 0, time.process_time() + max_s
     while queue:
         world, at, depth = queue.popleft()
-        if depth >= max_depth or len(parents) >= max_states or time.monotonic() > until:
+        if depth >= max_depth or len(parents) >= max_states or time.process_time() > until:
             return Found(len(parents), steps, depth, False)
         for move in moves(world):
             taken = step(world, move)

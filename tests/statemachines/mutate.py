@@ -21,7 +21,7 @@ from rich.table import Table as Printed
 from statemachines.invariants import broken_by, violations
 from statemachines.kernel import Cell, Row, Table, always
 from statemachines.rundown import Rundown
-from statemachines.world import Config, Move, start, step
+from statemachines.world import Config, Move, moves, start, step
 from statemachines.world_server import forget
 from tests.statemachines.checking import MACHINES, first_wrong, rebuilt
 from tests.statemachines.examples import Machine
@@ -30,14 +30,14 @@ from tests.statemachines.explorer import explore
 STORIES = Path(__file__).parent.parent / "data" / "stories_of_mutants.json"
 WORLDS: tuple[Config, ...] = (
     Config(stray=True),
-    Config(failed_reads=1, cuts=1),
-    Config(slots=("a", "b")),
-    Config(slots=("a", "a"), failed_reads=1),
-    Config(slots=("a", "a"), cuts=1),
+    Config(failed_reads=1),
+    Config(cuts=1),
+    Config(slots=("a", "b"), published=True),
     Config(unanswered=1),
     Config(flushes=1, creations=1),
     Config(crashes=1, restarts=1),
-    Config(unanswered=2),
+    Config(slots=("a", "a"), failed_reads=1, published=True),
+    Config(slots=("a", "a"), cuts=1, published=True),
 )
 
 
@@ -139,10 +139,9 @@ class Story:
         """What is broken along the way; None where everything holds, or the story can't go on."""
         world = start(self.config)
         for move in self.path:
-            try:
-                taken = step(world, move)
-            except (AssertionError, IndexError, KeyError):
+            if move not in moves(world):
                 return None
+            taken = step(world, move)
             if broken := violations(taken):
                 return broken[0]
             world = taken.after
@@ -182,6 +181,13 @@ def search(mutant: Mutant, *, max_states: int, max_s: float) -> Story | None:
     return None
 
 
+def holds(mutant: Mutant, story: Story) -> bool:
+    """Whether a story still breaks its promise with the mutant, and none without it."""
+    with in_force(mutant):
+        broken = story.tell()
+    return broken is not None and broken.startswith(story.breaks) and story.tell() is None
+
+
 def write(found: dict[str, Story]) -> None:
     """Keep stories for the tests."""
     usual = Config()
@@ -205,8 +211,10 @@ def main(arguments: Sequence[str]) -> None:
             for mutant in mutants(machine, by_cell=False):
                 if mutant.function in BEYOND_THE_WORLD or not any(w in mutant.name for w in wanted or [""]):
                     continue
+                if mutant.key in known and holds(mutant, known[mutant.key]):
+                    continue
                 known.pop(mutant.key, None)
-                story = search(mutant, max_states=25_000, max_s=20)
+                story = search(mutant, max_states=25_000, max_s=15)
                 print(mutant.name, "->", story and (story.breaks, len(story.path)), flush=True)
                 if story is not None:
                     known[mutant.key] = story

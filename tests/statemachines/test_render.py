@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,13 @@ def test_a_page_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
     (tmp_path / "machines" / "lease.md").write_text("old")
     assert render.stale(tmp_path / "machines") == ["lease.md"]
+
+
+def test_it_runs_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["render", str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "statemachines.render")
+    runpy.run_module("statemachines.render", run_name="__main__")
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(render.pages())
 
 
 def test_the_usual_directory_is_that_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,10 @@ WORLDS: dict[str, tuple[Config, int | None]] = {
     "the trainer is cut off": (Config(cuts=1), 6_000),
     "an answer is missing, or late": (Config(unanswered=1), 8_000),
     "the store is emptied": (Config(flushes=1, creations=1), 8_000),
-    "two slots": (Config(slots=("a", "b")), 2_000),
-    "a replica, and a read that fails": (Config(slots=("a", "a"), failed_reads=1), 4_000),
-    "two generators": (Config(generators=2), 2_000),
+    "two slots": (Config(slots=("a", "b"), published=True), 2_000),
+    "a replica, and a read that fails": (Config(slots=("a", "a"), failed_reads=1, published=True), 4_000),
+    "a replica, and one trainer is cut off": (Config(slots=("a", "a"), cuts=1, published=True), 4_000),
+    "two generators": (Config(generators=2, published=True), 2_000),
 }
 
 
