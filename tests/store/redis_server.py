@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,20 @@ class RedisServer:
 
     def __init__(self, folder: Path, *options: str) -> None:
         import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
 
         self.folder = folder
         self.options = options
         self.port = free_port()
-        self.client = redis.Redis(port=self.port, socket_timeout=5, socket_connect_timeout=1)
+        password = dict(pairwise(options)).get("--requirepass")
+        self.client = redis.Redis(
+            port=self.port,
+            password=password,
+            socket_timeout=5,
+            socket_connect_timeout=1,
+            retry=Retry(NoBackoff(), 0),
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -62,11 +72,16 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
+        self.start_unready()
+        until(self._answers, f"the start of redis-server (see {self.folder}/redis.log)")
+
+    def start_unready(self) -> None:
+        """Start without waiting until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [str(BINARY), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--dir", str(self.folder), "--logfile", "redis.log", *self.options]
+        command += ["--dir", str(self.folder), "--logfile", "redis.log"]
+        command += ["--repl-diskless-sync-delay", "0", *self.options]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        until(self._answers, f"the start of redis-server (see {self.folder}/redis.log)")
 
     def _answers(self) -> bool:
         import redis

@@ -21,7 +21,7 @@ from modelexpress_rl.server.stores.changes import ChangeFeed
 from modelexpress_rl.server.stores.port import Change, Resync, StoreUnavailable
 from modelexpress_rl.server.stores.redis import keys, trouble
 from modelexpress_rl.server.stores.redis.keys import Buckets
-from modelexpress_rl.server.stores.redis.link import Call, Link
+from modelexpress_rl.server.stores.redis.link import Link, command
 from modelexpress_rl.server.stores.redis.node import CONNECT_S
 from modelexpress_rl.server.stores.redis.trouble import Trouble
 from statemachines.ids import ModelName, VersionId
@@ -161,7 +161,6 @@ class Subscription:
 
     async def _newest(self) -> list[int]:
         calls = [
-            Call(number, None, (), ("GET", bucket.revision))
-            for number, bucket in enumerate(self._buckets.all)
+            command(number, bucket, "GET", bucket.revision) for number, bucket in enumerate(self._buckets.all)
         ]
         return [int(reply.value or 0) for reply in await self._link.all(calls)]

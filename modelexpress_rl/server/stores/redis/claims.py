@@ -5,7 +5,8 @@ from __future__ import annotations
 from modelexpress_rl.server.stores import codec
 from modelexpress_rl.server.stores.port import KeyHolder
 from modelexpress_rl.server.stores.redis import scripts
-from modelexpress_rl.server.stores.redis.link import Call
+from modelexpress_rl.server.stores.redis.keys import Bucket
+from modelexpress_rl.server.stores.redis.link import Call, command
 from modelexpress_rl.server.stores.redis.space import KEPT_MS, Space
 from statemachines.ids import VersionId
 
@@ -20,8 +21,8 @@ class Claims(Space):
 
     async def read_key(self, idempotency_key: str) -> KeyHolder | None:
         number, bucket = self._place(idempotency_key)
-        words = ("HGET", bucket.idempotency(idempotency_key), "body")
-        body = (await self.link.one(Call(number, None, (), words))).value
+        key = bucket.idempotency(idempotency_key)
+        body = (await self.link.one(command(number, bucket, "HGET", key, "body"))).value
         return None if body is None else codec.decode_holder(idempotency_key, body)
 
     async def claim_key(self, idempotency_key: str, holder: KeyHolder) -> KeyHolder:
@@ -43,10 +44,10 @@ class Claims(Space):
             lambda bucket: bucket.claims, "ZRANGEBYSCORE", "-inf", f"({claimed_before_ms}"
         )
         names = [member.decode() for page in pages for member in page]
-        uids = await self._each(names, lambda bucket, name: ("HGET", bucket.idempotency(name), "uid"))
+        uids = await self._each(names, Bucket.idempotency, "HGET", "uid")
         holders = {name: (uid or b"").decode() for name, uid in zip(names, uids, strict=True)}
         versions = sorted({uid for uid in holders.values() if uid})
-        there = await self._each(versions, lambda bucket, uid: ("HEXISTS", bucket.version(uid), "revision"))
+        there = await self._each(versions, Bucket.version, "HEXISTS", "revision")
         exist = {uid for uid, exists in zip(versions, there, strict=True) if exists}
         freed = 0
         for name, uid in holders.items():
@@ -66,10 +67,14 @@ class Claims(Space):
         now_ms = await self.now_ms()
         if now_ms < self._kept_anew_at_ms:
             return
-        shared = [(n, key) for n, bucket in enumerate(self._buckets.all) for key in bucket.shared]
-        shared.append((0, self._buckets.all[0].meta))
-        await self.link.all([Call(n, None, (), ("PEXPIRE", key, KEPT_MS)) for n, key in shared])
-        await self._each(names, lambda bucket, name: ("PEXPIRE", bucket.idempotency(name), KEPT_MS))
+        await self.link.all(
+            [
+                command(number, bucket, "PEXPIRE", key, KEPT_MS)
+                for number, bucket in enumerate(self._buckets.all)
+                for key in (*bucket.shared, bucket.meta)
+            ]
+        )
+        await self._each(names, Bucket.idempotency, "PEXPIRE", KEPT_MS)
         for uid in uids:
             number, bucket = self._place(uid)
             await self._run(number, scripts.TOUCH, [bucket.version(uid)], KEPT_MS)

@@ -16,9 +16,10 @@ from typing import Any
 import anyio
 
 from modelexpress_rl.server.stores.port import StoreUnavailable
+from modelexpress_rl.server.stores.redis import scripts
 from modelexpress_rl.server.stores.redis.address import Endpoint, RedisAddress
 from modelexpress_rl.server.stores.redis.clock import StoreTime
-from modelexpress_rl.server.stores.redis.keys import Buckets
+from modelexpress_rl.server.stores.redis.keys import Bucket, Buckets
 from modelexpress_rl.server.stores.redis.node import Node, Outcome, Words
 from modelexpress_rl.server.stores.redis.scripts import Script
 from modelexpress_rl.server.stores.redis.topology import Topology, endpoint_of
@@ -36,17 +37,21 @@ QUICK_CURES = (Cure.LOAD, Cure.ROUTE, Cure.ASK)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A script over keys of one bucket, or (without a script) the words of a command.
+    """A script over keys of one bucket, which may be carried out more than once.
 
-    Both may be carried out more than once. `confirmed`: as many replicas as the address asks for must
-    have it.
+    `confirmed`: as many replicas as the address asks for must have it.
     """
 
     bucket: int
-    script: Script | None
-    keys: Sequence[str] = ()
+    script: Script
+    keys: Sequence[str]
     arguments: Sequence[str | bytes | int] = ()
     confirmed: bool = False
+
+
+def command(number: int, bucket: Bucket, name: str, key: str, *words: str | bytes | int) -> Call:
+    """A command on one key of a bucket."""
+    return Call(number, scripts.COMMAND, [key, bucket.nothing], (name, *words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +94,9 @@ class Link:
         return self._nodes[endpoint]
 
     async def close(self) -> None:
-        """Close every connection that is not in use."""
+        """Close every connection."""
         for node in list(self._nodes.values()):
-            await node.drop()
+            await node.close()
 
     async def one(self, call: Call) -> Reply:
         """The answer to a call.
@@ -109,7 +114,9 @@ class Link:
         """
         asked = [_Asking(call) for call in calls]
         self.calls += len(calls)
-        until = min(anyio.current_time() + PATIENCE_S, anyio.current_effective_deadline() - BEFORE_DEADLINE_S)
+        now_s = anyio.current_time()
+        left_s = anyio.current_effective_deadline() - now_s
+        until = now_s + min(PATIENCE_S, left_s - min(BEFORE_DEADLINE_S, left_s / 10))
         attempt = 0
         while open_ := [one for one in asked if one.reply is None]:
             if attempt:
@@ -160,8 +167,6 @@ class Link:
 
     def _words(self, one: _Asking) -> Words:
         script = one.call.script
-        if script is None:
-            return tuple(one.call.arguments)
         head = ("EVAL", script.body) if one.in_full else ("EVALSHA", script.digest)
         return (*head, len(one.call.keys), *one.call.keys, *self._time.arguments(), *one.call.arguments)
 
@@ -194,7 +199,7 @@ class Link:
             one.cure is Cure.LOAD or (one.cure in QUICK_CURES and one.place) for one in troubles
         )
         pause_s = 0.0 if quick else random.random() * min(SHORTEST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
-        if anyio.current_time() + pause_s >= until:
+        if not quick and anyio.current_time() + pause_s >= until:
             raise self._unavailable(troubles[0], open_)
         await anyio.sleep(pause_s)
 

@@ -1,13 +1,14 @@
 """One Redis node: a few connections, over which whatever waits together is sent together.
 
-A caller that finds a connection free uses it; while all are busy, commands wait, and the next one to be
-free takes all of them as one pipeline. So a thousand renewals cost tens of exchanges, and an idle store
-has the latency of one. Where a caller goes away in the middle of an exchange, the others of that exchange
-are told that their outcome is unknown; everything that this store asks may be asked again.
+A command that finds a connection free is sent at once; while all are busy, commands wait, and the next
+connection to be free takes all of them as one pipeline. So a thousand renewals cost tens of exchanges, and
+an idle store has the latency of one. An exchange is a task of its own, a few seconds long at most: a caller
+that goes away takes nothing from those whose commands were sent with its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,9 +40,9 @@ class _Parcel:
 
     commands: Sequence[Words]
     confirmed: bool
-    outcomes: list[Outcome] | None = None
-    leads: bool = False
-    told: anyio.Event = field(default_factory=anyio.Event)
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    done: anyio.Event = field(default_factory=anyio.Event)
+    abandoned: bool = False
 
 
 class Node:
@@ -51,8 +52,8 @@ class Node:
         self.endpoint = endpoint
         self._address = address
         self._idle: list[Connection] = []
-        self._busy = 0
         self._waiting: deque[_Parcel] = deque()
+        self._exchanges: set[asyncio.Task[None]] = set()
         self._era = 0
 
     async def exchange(self, commands: Sequence[Words], *, confirmed: bool = False) -> list[Outcome]:
@@ -61,22 +62,24 @@ class Node:
         `confirmed`: as many replicas as the address asks for must have it, too.
         """
         parcel = _Parcel(commands, confirmed)
-        if self._busy < CONNECTIONS:
-            self._busy += 1
-        else:
-            self._waiting.append(parcel)
-            try:
-                await parcel.told.wait()
-            except BaseException:
-                if parcel.leads:
-                    self._hand_over()
-                elif parcel in self._waiting:
-                    self._waiting.remove(parcel)
-                raise
-        if parcel.outcomes is None:
-            await self._lead(parcel)
-        assert parcel.outcomes is not None
+        self._waiting.append(parcel)
+        if len(self._exchanges) < CONNECTIONS:
+            task = asyncio.create_task(self._work(), name=f"exchange with {self.endpoint}")
+            self._exchanges.add(task)
+            task.add_done_callback(self._exchanges.discard)
+        try:
+            await parcel.done.wait()
+        finally:
+            parcel.abandoned = True
         return parcel.outcomes
+
+    async def close(self) -> None:
+        """End what is in progress, and close every connection."""
+        tasks = list(self._exchanges)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.drop()
 
     async def drop(self) -> None:
         """Close the idle connections, and those in use once they are free: the node may be another now."""
@@ -100,35 +103,30 @@ class Node:
             **self._address.connection_options(),
         )
 
-    async def _lead(self, parcel: _Parcel) -> None:
-        """Exchange this parcel, and what waits with it, over one connection."""
-        parcels = [parcel]
-        count = len(parcel.commands)
-        while self._waiting and count + len(self._waiting[0].commands) <= TOGETHER:
-            parcels.append(self._waiting.popleft())
-            count += len(parcels[-1].commands)
-        outcomes: list[Outcome] = [trouble.lost(ConnectionError("the exchange was broken off"))] * count
-        try:
-            outcomes = await self._talk(
-                [words for one in parcels for words in one.commands],
-                confirmed=any(one.confirmed for one in parcels),
-            )
-        finally:
-            at = 0
-            for one in parcels:
-                one.outcomes = outcomes[at : at + len(one.commands)]
-                at += len(one.commands)
-                one.told.set()
-            self._hand_over()
+    async def _work(self) -> None:
+        """Exchange what waits over one connection, until nothing does."""
+        while parcels := self._next_parcels():
+            commands = [words for one in parcels for words in one.commands]
+            outcomes: list[Outcome] = [trouble.lost(ConnectionError("the store was closed"))] * len(commands)
+            try:
+                outcomes = await self._talk(commands, confirmed=any(one.confirmed for one in parcels))
+            finally:
+                at = 0
+                for one in parcels:
+                    one.outcomes = outcomes[at : at + len(one.commands)]
+                    at += len(one.commands)
+                    one.done.set()
 
-    def _hand_over(self) -> None:
-        """Let whoever has waited longest have the connection that is free now."""
-        if self._waiting:
-            heir = self._waiting.popleft()
-            heir.leads = True
-            heir.told.set()
-        else:
-            self._busy -= 1
+    def _next_parcels(self) -> list[_Parcel]:
+        """What waits and is still wanted, as much as goes together."""
+        parcels: list[_Parcel] = []
+        count = 0
+        while self._waiting and (not parcels or count + len(self._waiting[0].commands) <= TOGETHER):
+            parcel = self._waiting.popleft()
+            if not parcel.abandoned:
+                parcels.append(parcel)
+                count += len(parcel.commands)
+        return parcels
 
     async def _talk(self, commands: Sequence[Words], *, confirmed: bool) -> list[Outcome]:
         era = self._era
@@ -148,7 +146,8 @@ class Node:
                 for _ in commands:
                     outcomes.append(await _reply(connection))  # noqa: PERF401 - those that came count
                 if wanted and (got := await _confirmations(connection)) < wanted:
-                    outcomes = [trouble.unconfirmed(got, wanted)] * len(commands)
+                    uncertain = trouble.unconfirmed(got, wanted)
+                    outcomes = [one if isinstance(one, Trouble) else uncertain for one in outcomes]
             healthy = True
         except TimeoutError:
             outcomes += [trouble.silent(ANSWER_S)] * (len(commands) - len(outcomes))

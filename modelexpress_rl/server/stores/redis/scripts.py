@@ -5,8 +5,12 @@ more. The first two arguments of each are the time: in milliseconds, where a tes
 empty; and the least that the time now can be (`clock.py`). Nothing is written before everything that
 can be refused has been checked.
 
+Nothing is answered that only a primary can know unless something was written, if only nothing (`HDEL` of
+no field): a replica refuses that. One that has just lost its part as the primary, and is about to be
+filled from the new one, would otherwise say for a moment that there is nothing.
+
 Redis refuses to grow where its memory is used up, unless the script has written before. A commit that
-shrinks its record, or leaves its size, therefore begins with a write of nothing: so leases are still
+shrinks its record, or leaves its size, therefore begins with a write of nothing, too: so leases are still
 renewed then, and versions still released, retired and forgotten.
 """
 
@@ -16,7 +20,9 @@ import hashlib
 from dataclasses import dataclass, field
 
 # How many commits of one record are remembered by their tokens, so that one whose reply was lost is known.
-REMEMBERED = 16
+# A version has many committers at once, a worker has one.
+VERSION_REMEMBERS = 32
+WORKER_REMEMBERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +46,20 @@ local function whole(number) return string.format('%.0f', number) end
 local function ms(us) return whole(math.floor(us / 1000)) end
 """
 
+# KEYS: a key, and one that doesn't exist. ARGV: a command, and its words after the key. Answers as it does.
+COMMAND = Script(
+    """
+redis.call('DEL', KEYS[2])
+return redis.call(ARGV[3], KEYS[1], unpack(ARGV, 4))
+"""
+)
+
 # KEYS: records. ARGV: of each, the revision whose body need not be sent, where there is one.
 # Answers the time, then of each record its revision, wake and body.
 READ = Script(
     _CLOCK
     + """
+redis.call('HDEL', KEYS[1], '')
 local answer = {ms(now_us())}
 for i, key in ipairs(KEYS) do
   local row = redis.call('HMGET', key, 'revision', 'wake')
@@ -59,7 +74,8 @@ return answer
 
 # KEYS: the record, its listing, the listing of the active, the due ones, the newest revision.
 # ARGV: token, expected revision, valid until, wake, body, member, active, lifetime of the record and of
-# the indexes, name, idempotency key, channel, bucket. Empty text is None; no body erases.
+# the indexes, name, idempotency key, channel, bucket, how many commits are remembered. Empty text is None,
+# and no body erases.
 # Answers OK, revision, idempotency key; or CONFLICT, LATE, or FORGOTTEN: another revision is stored, and
 # too many have been since to know whether one of them was this commit.
 COMMIT = Script(
@@ -67,7 +83,7 @@ COMMIT = Script(
     + """
 local token, expected, valid_until, wake, body = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
 local member, active, lifetime, keep = ARGV[8], ARGV[9], ARGV[10], ARGV[11]
-local name, owed, channel, bucket = ARGV[12], ARGV[13], ARGV[14], ARGV[15]
+local name, owed, channel, bucket, most = ARGV[12], ARGV[13], ARGV[14], ARGV[15], tonumber(ARGV[16])
 local us = now_us()
 local row = redis.call('HMGET', KEYS[1], 'revision', 'tokens', 'member', 'owed')
 local revision, tokens = row[1], row[2] or ''
@@ -75,11 +91,10 @@ local revision, tokens = row[1], row[2] or ''
 local done = string.match(tokens, token .. '=(%d+);')
 if done then return {'OK', done, row[4] or ''} end
 if (revision or '') ~= expected then
+  redis.call('HDEL', KEYS[1], '')
   local remembered = {}
   for one in string.gmatch(tokens, '=(%d+);') do remembered[#remembered + 1] = tonumber(one) end
-  if #remembered == """
-    + str(REMEMBERED)
-    + """ and remembered[#remembered] > (tonumber(expected) or 0) then return {'FORGOTTEN'} end
+  if #remembered == most and remembered[#remembered] > (tonumber(expected) or 0) then return {'FORGOTTEN'} end
   return {'CONFLICT'}
 end
 if valid_until ~= '' and us >= tonumber(valid_until) * 1000 then return {'LATE'} end
@@ -88,9 +103,7 @@ local newest = redis.call('GET', KEYS[5]) or '0'
 local next_revision = whole(math.max(us, tonumber(newest) + 1, tonumber(revision or '0') + 1))
 tokens = token .. '=' .. next_revision .. ';' .. tokens
 local count, at = 0, 0
-while count < """
-    + str(REMEMBERED)
-    + """ do
+while count < most do
   local found = string.find(tokens, ';', at + 1, true)
   if not found then break end
   count, at = count + 1, found
@@ -187,6 +200,7 @@ return holder
 # KEYS: the idempotency key, the claims. ARGV: uid, name, claimed before (or empty). Answers whether freed.
 FREE = Script(
     """
+redis.call('HDEL', KEYS[1], '')
 local claimed = redis.call('ZSCORE', KEYS[2], ARGV[4])
 if ARGV[5] ~= '' and claimed and tonumber(claimed) >= tonumber(ARGV[5]) then return 0 end
 local uid = redis.call('HGET', KEYS[1], 'uid')
@@ -198,16 +212,11 @@ return redis.call('DEL', KEYS[1])
 
 # KEYS: meta, the sweeper. ARGV: an id for a new store, this server or empty, how long the sweeper stays,
 # whether a sequence is wanted, lifetime. Answers the time, the store's id, the sequence, and whether this
-# server is the sweeper. The time is noted once a second, so that it goes on after everything restarted;
-# that, and the sweeper, may fail where memory is short.
+# server is the sweeper. The time is noted once a second, so that it goes on after everything restarted.
 META = Script(
     _CLOCK
     + """
-local function unless_full(answer)
-  if type(answer) == 'table' and answer.err and not string.find(answer.err, 'OOM', 1, true) then
-    return answer
-  end
-end
+redis.call('HDEL', KEYS[1], '')
 local row = redis.call('HMGET', KEYS[1], 'id', 'clock', 'sequence')
 local us = now_us()
 if ARGV[1] == '' then us = math.max(us, tonumber(row[2] or '0') * 1000) end
@@ -221,17 +230,15 @@ if ARGV[6] == '1' then
   redis.call('HSET', KEYS[1], 'sequence', sequence)
 end
 if not row[2] or us / 1000 - tonumber(row[2]) >= 1000 then
-  local failed = unless_full(redis.pcall('HSET', KEYS[1], 'clock', ms(us)))
-  if failed then return failed end
-  redis.pcall('PEXPIRE', KEYS[1], ARGV[7])
+  redis.call('HSET', KEYS[1], 'clock', ms(us))
+  redis.call('PEXPIRE', KEYS[1], ARGV[7])
 end
 if ARGV[4] ~= '' then
   local owner = redis.call('GET', KEYS[2])
   if owner and owner ~= ARGV[4] then
     sweeps = 0
   else
-    local failed = unless_full(redis.pcall('SET', KEYS[2], ARGV[4], 'PX', ARGV[5]))
-    if failed then return failed end
+    redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[5])
   end
 end
 return {ms(us), id, sequence, sweeps}

@@ -15,7 +15,7 @@ from modelexpress_rl.server.stores.redis import scripts
 from modelexpress_rl.server.stores.redis.address import parse
 from modelexpress_rl.server.stores.redis.clock import StoreTime
 from modelexpress_rl.server.stores.redis.keys import Bucket, Buckets
-from modelexpress_rl.server.stores.redis.link import Call, Link, Reply
+from modelexpress_rl.server.stores.redis.link import Call, Link, Reply, command
 from modelexpress_rl.server.stores.redis.scripts import Script
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Space:
         self, bucket: int, what: str, where: Sequence[str], *arguments: str | bytes | int
     ) -> tuple[CommitResult, str]:
         """Run COMMIT once, however often it is sent; answers also the key that an erased version holds."""
-        token = uuid4().hex[:16]
+        token = uuid4().hex[:12]
         reply = await self.link.one(Call(bucket, scripts.COMMIT, where, (token, *arguments), confirmed=True))
         return _result(reply, what), reply.value[2].decode() if len(reply.value) > 2 else ""
 
@@ -97,19 +97,21 @@ class Space:
     ) -> list[Any]:
         """The answers of every bucket to a command on one of its keys."""
         calls = [
-            Call(number, None, (), (name, key_of(bucket), *words))
+            command(number, bucket, name, key_of(bucket), *words)
             for number, bucket in enumerate(self._buckets.all)
         ]
         return [reply.value for reply in await self.link.all(calls)]
 
     async def _each(
-        self, names: Sequence[str], command: Callable[[Bucket, str], Sequence[str | bytes | int]]
+        self, names: Sequence[str], key_of: KeyOf, name: str, *words: str | bytes | int
     ) -> list[Any]:
-        """The answers to a command for each of the names, in its bucket."""
+        """The answers to a command on the key of each of the names, in its bucket."""
         answers: list[Any] = []
         for page in _pages(names):
-            places = [(name, *self._place(name)) for name in page]
-            calls = [Call(number, None, (), command(bucket, name)) for name, number, bucket in places]
+            places = [(one, *self._place(one)) for one in page]
+            calls = [
+                command(number, bucket, name, key_of(bucket, one), *words) for one, number, bucket in places
+            ]
             answers += [reply.value for reply in await self.link.all(calls)]
         return answers
 
@@ -135,7 +137,7 @@ class Space:
         pages = await self._every(index, "ZRANGEBYSCORE", "-inf", until, "LIMIT", 0, limit, "WITHSCORES")
         overdue = sorted(chain.from_iterable(_scored(page) for page in pages))[:limit]
         names = [name for _, name in overdue]
-        there = await self._each(names, lambda bucket, name: ("HEXISTS", key_of(bucket, name), "revision"))
+        there = await self._each(names, key_of, "HEXISTS", "revision")
         for name, exists in zip(names, there, strict=True):
             if not exists:  # Redis let go of it
                 number, bucket = self._place(name)

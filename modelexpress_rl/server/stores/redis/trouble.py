@@ -83,8 +83,13 @@ def of_error(error: BaseException) -> Trouble:
 
 
 def lost(error: BaseException) -> Trouble:
-    """What a connection that broke after the command was sent says."""
-    return Trouble(Cure.UNKNOWN, f"broke the connection: {_plain(error)}", cause=error)
+    """What a connection that broke after the command was sent says.
+
+    Of some replies (LOADING, NOAUTH) redis-py makes a connection that broke.
+    """
+    known = _KNOWN.get(_code_of(error, str(error)) or "")
+    words = known[1] if known else f"broke the connection: {_plain(error)}"
+    return Trouble(Cure.UNKNOWN, words, cause=error)
 
 
 def unreachable(error: BaseException) -> Trouble:

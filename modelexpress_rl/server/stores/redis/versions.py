@@ -87,6 +87,7 @@ class Versions(Workers, Claims):
             [bucket.version(uid), bucket.versions, bucket.active, bucket.versions_due, bucket.revision],
             *(text(expected_revision), text(valid_until_ms), text(wake_at_ms)),
             *(body, member, active, lifetime_ms, KEPT_MS, uid, owed, self._buckets.channel, number),
+            scripts.VERSION_REMEMBERS,
         )
         if isinstance(result, Committed):
             if entry is not None:

@@ -48,6 +48,7 @@ class Workers(Space):
             ],
             *(text(expected_revision), text(valid_until_ms), text(wake_at_ms)),
             *(body, member, "-", lifetime_ms, KEPT_MS, worker_id, "", "", number),
+            scripts.WORKER_REMEMBERS,
         )
         return result
 
