@@ -22,6 +22,7 @@ _LOG = logging.getLogger(__name__)
 LIVENESS = "liveness"
 EVERY_S = 2.0
 TIMEOUT_S = 2.0
+NOT_YET = "nobody has looked at the store yet"
 
 
 class Readiness:
@@ -34,7 +35,7 @@ class Readiness:
         self._health = health
         self._services = tuple(services)
         self._observer = observer
-        self.why_not = ""
+        self.why_not = NOT_YET
         self.stopping = False
 
     async def run(self) -> None:
@@ -59,19 +60,19 @@ class Readiness:
         if self.stopping:
             return
         self._observer.store_reachable(not why_not)
-        if bool(why_not) != bool(self.why_not):
+        if bool(why_not) != bool(self.why_not) or self.why_not == NOT_YET:
             if why_not:
                 _LOG.error("not ready: %s", why_not)
             else:
-                _LOG.info("ready again")
+                _LOG.info("ready")
             await self._tell(ready=not why_not)
         self.why_not = why_not
 
     async def begin(self) -> None:
-        """Tell that all is well: a store that could be opened answers."""
+        """Look for the first time; a store that is away is no reason not to start."""
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-        await self._tell(ready=True)
-        self._observer.store_reachable(True)
+        await self._tell(ready=False)
+        await self.look()
 
     def stop(self) -> None:
         """Not ready from now on, whatever the store says."""

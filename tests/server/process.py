@@ -44,6 +44,8 @@ async def serve(*options: str, port: int = 0) -> AsyncIterator[Serve]:
     try:
         with anyio.fail_after(BOUND_S):
             line = (await process.stdout.readline()).decode()
+            while "metrics on" in line:
+                line = (await process.stdout.readline()).decode()
         listening = _LISTENING.fullmatch(line)
         assert listening is not None, f"{line!r} {(await process.stderr.read()).decode()}"
         yield Serve(process, listening[1])

@@ -209,6 +209,21 @@ class TestReadiness:
         assert {await ops.health(service) for service in services} == {SERVING}
 
 
+    async def test_it_starts_without_its_store_and_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def away() -> None:
+            raise StoreUnavailable("nobody listens there")
+
+        store = MemoryStore()
+        monkeypatch.setattr(store, "next_wake_ms", away)
+        async with (
+            serving(store, metrics_port=0) as running,
+            grpc.aio.insecure_channel(running.address) as channel,
+        ):
+            ops = Ops(running, channel)
+            assert await ops.get("/readyz") == (503, "nobody listens there\n")
+            assert await ops.health("") == NOT_SERVING
+
+
 class TestLogs:
     @pytest.fixture
     def log(self) -> Iterator[io.StringIO]:
