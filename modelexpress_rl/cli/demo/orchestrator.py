@@ -18,19 +18,20 @@ from anyio.abc import TaskGroup
 from rich.console import Console
 
 from modelexpress_rl.cli.demo.options import DemoOptions
-from modelexpress_rl.cli.demo.peers import Peers, StepFailed
+from modelexpress_rl.cli.demo.peers import Peer, Peers, StepFailed
 from modelexpress_rl.cli.demo.processes import Child, ProcessDied
 from modelexpress_rl.cli.demo.report import Board, StepReport
 from modelexpress_rl.cli.demo.wires import SOCKET_VARIABLE
 from modelexpress_rl.control import AsyncModelExpressControlClient
-from modelexpress_rl.errors import DeadlineExceeded, ModelExpressError, TryAgainError
+from modelexpress_rl.errors import ModelExpressError, TryAgainError
 from modelexpress_rl.version import WeightPayloadFormat
 
 MODEL_NAME = "demo"
 TRAINER_RANKS = 2
 GENERATORS = (1, 4)
 START_TIMEOUT_S = 120.0
-REFIT_ATTEMPTS = 4
+LEASE_TTL_S = 20
+ATTEMPTS = 4
 
 
 class Orchestrator:
@@ -84,6 +85,8 @@ class Orchestrator:
             return self._options.server
         port = _free_port()
         arguments = ["serve", "--host", "127.0.0.1", "--port", str(port), "--store", self._options.store]
+        # Where a store comes back empty, a fence waits for the longest lease that it may have granted.
+        arguments += ["--max-lease-ttl", f"{LEASE_TTL_S}s"]
         child = Child("control plane", ["-m", "modelexpress_rl.cli.main", *arguments], folder / "server.log")
         self._children.append(child)
         await child.start()
@@ -123,6 +126,7 @@ class Orchestrator:
         children = [Child("trainer", torchrun, folder / "trainer.log", environment)]
         for tp in GENERATORS:
             generator = ["-m", "modelexpress_rl.cli.demo.generator", "--tp", str(tp), *sizes]
+            generator += ["--lease-ttl", str(LEASE_TTL_S)]
             children.append(
                 Child(f"generator TP {tp}", generator, folder / f"generator-{tp}.log", environment)
             )
@@ -169,12 +173,27 @@ class Orchestrator:
         watching = anyio.CancelScope()
         group.start_soon(self._watch, control, step, watching)
         reference = folder / f"reference-{step.step}.pt"
+        try:
+            return await self._move(control, peers, folder, step, reference, trained)
+        finally:
+            watching.cancel()
+            reference.unlink(missing_ok=True)
+
+    async def _move(
+        self,
+        control: AsyncModelExpressControlClient,
+        peers: Peers,
+        folder: Path,
+        step: StepReport,
+        reference: Path,
+        trained: bool,
+    ) -> bool:
         if not trained:
             step.doing = "training"
             await self._train(peers, step.step, reference)
         step.loss = self._losses.pop(step.step)
         step.doing = "publishing"
-        published = await _ask_all(peers.trainers, "publish", "published", version=step.version)
+        published = await self._publish(control, peers, step)
         ahead = self._options.mode != "IN_PLACE" and step.step < self._options.steps
         async with anyio.create_task_group() as side:
             if ahead:  # the copy is what is read: training goes on
@@ -192,8 +211,6 @@ class Orchestrator:
         )
         with anyio.move_on_after(2.0):
             await step.retired.wait()
-        watching.cancel()
-        reference.unlink(missing_ok=True)
         return ahead
 
     async def _create(self, control: AsyncModelExpressControlClient, step: StepReport) -> None:
@@ -205,6 +222,18 @@ class Orchestrator:
             expected_source_slots=self._slots,
             uid=step.version,
         )
+
+    async def _publish(
+        self, control: AsyncModelExpressControlClient, peers: Peers, step: StepReport
+    ) -> list[dict[str, Any]]:
+        """Have every rank publish; a version that was lost meanwhile is created and published again."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await _ask_all(peers.trainers, "publish", "published", version=step.version)
+            except StepFailed as failure:
+                self._board.say(f"[yellow]{failure}; trying again[/yellow]")
+                await self._create(control, step)
+        return await _ask_all(peers.trainers, "publish", "published", version=step.version)
 
     async def _release(self, control: AsyncModelExpressControlClient, step: StepReport) -> None:
         """Release the version; one that was lost is created and published again first."""
@@ -225,14 +254,14 @@ class Orchestrator:
     async def _refit(self, peers: Peers, step: StepReport, reference: Path) -> None:
         async def one(index: int) -> None:
             peer = peers.generators[index]
-            for attempt in range(1, REFIT_ATTEMPTS + 1):
+            for attempt in range(1, ATTEMPTS + 1):
                 try:
                     answer = await peer.ask(
                         "refit", "refitted", version=step.version, reference=str(reference)
                     )
                     break
                 except StepFailed as failure:
-                    if attempt == REFIT_ATTEMPTS:
+                    if attempt == ATTEMPTS:
                         raise
                     self._board.say(f"[yellow]{failure}; trying again[/yellow]")
                     await anyio.sleep(0.5)
@@ -297,20 +326,22 @@ async def _control(server: str) -> AsyncIterator[AsyncModelExpressControlClient]
         yield control
 
 
-async def _ask_all(peers: list[Any], command: str, answer: str, **arguments: Any) -> list[dict[str, Any]]:
+async def _ask_all(peers: list[Peer], command: str, answer: str, **arguments: Any) -> list[dict[str, Any]]:
+    """Ask all of them side by side, and wait for every one, also where another fails."""
     answers: list[dict[str, Any]] = [{}] * len(peers)
+    failures: list[str] = []
 
     async def one(index: int) -> None:
-        answers[index] = await peers[index].ask(command, answer, **arguments)
+        try:
+            answers[index] = await peers[index].ask(command, answer, **arguments)
+        except StepFailed as failure:
+            failures.append(str(failure))
 
-    try:
-        async with anyio.create_task_group() as group:
-            for index in range(len(peers)):
-                group.start_soon(one, index)
-    except* StepFailed as failed:
-        raise StepFailed("; ".join(str(one) for one in failed.exceptions)) from failed
-    except* TimeoutError as late:
-        raise DeadlineExceeded(f"{command} took too long") from late
+    async with anyio.create_task_group() as group:
+        for index in range(len(peers)):
+            group.start_soon(one, index)
+    if failures:
+        raise StepFailed("; ".join(sorted(failures)))
     return answers
 
 
