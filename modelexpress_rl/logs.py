@@ -17,6 +17,8 @@ from contextvars import ContextVar, Token
 from datetime import UTC, datetime
 from typing import TextIO
 
+from modelexpress_rl import tracing
+
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 FIELDS = ("version_id", "worker_id", "model_name", "rpc", "code", "duration_ms", "state", "trace_id")
@@ -92,5 +94,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    present = {**_about.get()(), **{name: value for name, value in vars(record).items() if name in FIELDS}}
+    own = {name: value for name, value in vars(record).items() if name in FIELDS}
+    present: dict[str, object] = {**_about.get()(), **own}
+    if trace_id := tracing.trace_id():
+        present["trace_id"] = trace_id
     return {name: present[name] for name in FIELDS if name in present}
