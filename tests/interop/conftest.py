@@ -11,7 +11,7 @@ import pytest
 from modelexpress_rl.server.app import Running, serving
 from modelexpress_rl.server.stores.memory import MemoryStore
 from tests.interop import make_venv
-from tests.interop.peers import Peer, StartPeer, started
+from tests.interop.peers import Pool, started
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,15 +30,21 @@ def interop_python() -> Path:
         pytest.skip(f"modelexpress {make_venv.VERSION} can't be installed here: {error}")
 
 
-@pytest.fixture
-def start_peer(interop_python: Path, tmp_path: Path) -> Iterator[StartPeer]:
-    """`start_peer("peer_trainer.py", address, model, MX_SOMETHING="1")`."""
+@pytest.fixture(scope="session")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the pool's peers look for a token; empty at first."""
+    path = tmp_path_factory.mktemp("token") / "token"
+    path.touch()
+    return path
+
+
+@pytest.fixture(scope="session")
+def pool(interop_python: Path, tmp_path_factory: pytest.TempPathFactory, token_file: Path) -> Iterator[Pool]:
+    """Peers for the whole run."""
+    tokens = {"MX_AUTH_TOKEN_PATH": str(token_file), "MX_AUTH_TOKEN_TTL_SECONDS": "0.001"}
+    folder = tmp_path_factory.mktemp("peers")
     with contextlib.ExitStack() as stack:
-
-        def start(program: str, *arguments: str, **environment: str) -> Peer:
-            return stack.enter_context(started(interop_python, tmp_path, program, *arguments, **environment))
-
-        yield start
+        yield Pool(lambda program: stack.enter_context(started(interop_python, folder, program, **tokens)))
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ import queue
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import IO, Any
 
 import anyio.to_thread
@@ -85,13 +87,33 @@ class Peer:
         return answer["ok"]
 
 
-StartPeer = Callable[..., Peer]
+class Pool:
+    """Peers that one test after the other uses, since one takes seconds to start.
+
+    One that was killed is replaced.
+    """
+
+    def __init__(self, start: Callable[[str], Peer]) -> None:
+        self._start = start
+        self._running: dict[str, list[Peer]] = {}
+
+    def take(self, program: str, count: int = 1) -> list[Peer]:
+        """That many peers of one program, each with whatever state the last test left in it."""
+        running = [peer for peer in self._running.get(program, []) if peer.process.poll() is None]
+        with ThreadPoolExecutor() as threads:
+            running += threads.map(self._start, [program] * (count - len(running)))
+        self._running[program] = running
+        return running[:count]
+
+    async def atake(self, program: str, count: int = 1) -> list[Peer]:
+        """The same, off the event loop."""
+        return await anyio.to_thread.run_sync(self.take, program, count)
 
 
 @contextmanager
 def started(python: Path, folder: Path, program: str, *arguments: str, **environment: str) -> Iterator[Peer]:
     """A peer that is up; killed at the end. `folder` gets its log, and is where it runs."""
-    log = folder / f"{program}-{len(list(folder.iterdir()))}.log"
+    log = Path(mkdtemp(dir=folder), f"{program}.log")
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     with open(log, "w") as stderr:
         process = subprocess.Popen(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.processes import serve
-from tests.interop.peers import Peer, Raised, started
+from tests.interop.peers import Peer, Pool, Raised
 
 S3 = {"storage_type": "S3", "uri": "s3://bucket/run/v1"}
 SHARD = {
@@ -90,19 +90,9 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the peer looks for its token; not there at first."""
-    return tmp_path_factory.mktemp("token") / "token"
-
-
-@pytest.fixture(scope="module")
-def control(
-    interop_python: Path, tmp_path_factory: pytest.TempPathFactory, token_file: Path
-) -> Iterator[Peer]:
-    folder = tmp_path_factory.mktemp("peer")
-    tokens = {"MX_AUTH_TOKEN_PATH": str(token_file), "MX_AUTH_TOKEN_TTL_SECONDS": "0.001"}
-    with started(interop_python, folder, "peer_control.py", **tokens) as peer:
-        yield peer
+def control(pool: Pool) -> Peer:
+    [peer] = pool.take("peer_control.py")
+    return peer
 
 
 @pytest.fixture(scope="module", params=["memory", "sqlite"])
@@ -365,7 +355,7 @@ def test_tokens_that_rotate(control: Peer, token_file: Path, tmp_path: Path) -> 
     accepted.chmod(0o600)
     client = Job(control, "m")
     with serve("memory", 0, "--auth-token-file", str(accepted)) as (_, address):
-        for token, is_good in (("three", False), ("two", True), ("", False), ("one", True)):
+        for token, is_good in (("three", False), ("two", True), ("four", False), ("one", True), ("", False)):
             token_file.write_text(token)
             control.call("connect", address=address)
             if is_good:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from modelexpress_rl.train.engines.plain import PlainBox, PlainTrainerContext  #
 from modelexpress_rl.version import VersionState, VersionStatus  # noqa: E402
 from tests.inference.world import until  # noqa: E402
 from tests.interop.peer_weights import SHAPES, as_bytes, weights  # noqa: E402
-from tests.interop.peers import Peer, Raised, started  # noqa: E402
+from tests.interop.peers import Peer, Pool, Raised  # noqa: E402
 
 pytestmark = [pytest.mark.anyio, pytest.mark.heavy]
 
@@ -130,9 +130,9 @@ def offset_of(shape: tuple[int, ...], half: int | None) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="module")
-def peer(interop_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
-    with started(interop_python, tmp_path_factory.mktemp("generator"), "peer_generator.py") as peer:
-        yield peer
+def peer(pool: Pool) -> Peer:
+    [peer] = pool.take("peer_generator.py")
+    return peer
 
 
 @pytest.fixture

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
 import pytest
 
 from modelexpress_rl.server.security import ServerSecurity
-from tests.interop.peers import Raised, StartPeer
+from tests.interop.peers import Pool, Raised
 from tests.security.job import SLOT, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.heavy]
@@ -27,18 +28,17 @@ VERSION = {
     [
         ("secret\n", None),
         ("wrong", "the bearer token is not one that is accepted"),
-        (None, "a bearer token is required: none came"),
+        ("", "a bearer token is required: none came"),
     ],
 )
 async def test_the_token_of_its_variable(
-    start_peer: StartPeer, tmp_path: Path, sent: str | None, refusal: str | None
+    pool: Pool, token_file: Path, tmp_path: Path, sent: str, refusal: str | None
 ) -> None:
-    accepted, own = tmp_path / "accepted", tmp_path / "own"
+    accepted = tmp_path / "accepted"
     accepted.write_text("other\nsecret\n")
-    own.write_text(sent or "")
-    environment = {} if sent is None else {"MX_AUTH_TOKEN_PATH": str(own)}
+    await anyio.Path(token_file).write_text(sent)
     async with opened(ServerSecurity.of(token_file=accepted)) as job:
-        peer = start_peer("peer_control.py", **environment)
+        [peer] = await pool.atake("peer_control.py")
         await peer.acall("connect", address=job.plane.address)
         assert await peer.acall("health", service="model_express.refit.RefitService") == 1
         if refusal is None:
@@ -49,15 +49,13 @@ async def test_the_token_of_its_variable(
         assert caught.value.code == "UNAUTHENTICATED"
 
 
-async def test_a_manifest_where_a_lease_is_demanded(
-    start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_manifest_where_a_lease_is_demanded(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MX_WORKER_HOST", "127.0.0.1")
     monkeypatch.setenv("MX_MANIFEST_REQUIRE_LEASE", "1")
     async with opened() as job:
         trainer = await job.trainer()
         await job.publish(trainer, "v1", 1.0)
-        peer = start_peer("peer_control.py")
+        [peer] = await pool.atake("peer_control.py")
         await peer.acall("connect", address=job.plane.address)
         with pytest.raises(Raised, match=r"MX_MANIFEST_REQUIRE_LEASE\), and the call names none") as caught:
             await peer.acall(

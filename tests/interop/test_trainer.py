@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from modelexpress_rl.server.app import Running  # noqa: E402
 from modelexpress_rl.version import WeightVersionState  # noqa: E402
 from tests.inference.world import until  # noqa: E402
 from tests.interop.peer_weights import SHAPES, as_bytes, weights  # noqa: E402
-from tests.interop.peers import Peer, Raised, started  # noqa: E402
+from tests.interop.peers import Peer, Pool, Raised  # noqa: E402
 
 pytestmark = [pytest.mark.anyio, pytest.mark.heavy]
 
@@ -55,46 +54,17 @@ def bytes_of(step: int) -> dict[str, bytes]:
     return {name: as_bytes(tensor) for name, tensor in weights(step).items()}
 
 
-class Peers:
-    """Trainer processes of 0.7.0, used by one test after the other; what was killed is replaced."""
-
-    def __init__(self, start: Callable[[], Peer]) -> None:
-        self._start = start
-        self._running: list[Peer] = []
-
-    async def take(self, count: int) -> list[Peer]:
-        self._running = [peer for peer in self._running if peer.process.poll() is None]
-        async with anyio.create_task_group() as group:
-            for _ in range(count - len(self._running)):
-                group.start_soon(self._add)
-        return self._running[:count]
-
-    async def _add(self) -> None:
-        self._running.append(await anyio.to_thread.run_sync(self._start))
-
-
-@pytest.fixture(scope="module")
-def peers(interop_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    with contextlib.ExitStack() as stack:
-
-        def start() -> Peer:
-            folder = tmp_path_factory.mktemp("trainer")
-            return stack.enter_context(started(interop_python, folder, "peer_trainer.py"))
-
-        yield Peers(start)
-
-
 class Job:
     """A control plane of ours, our orchestrator and generator, and trainers of 0.7.0."""
 
-    def __init__(self, plane: Running, peers: Peers, control: AsyncModelExpressControlClient) -> None:
+    def __init__(self, plane: Running, pool: Pool, control: AsyncModelExpressControlClient) -> None:
         self.address = plane.address
         self.control = control
-        self._peers = peers
+        self._pool = pool
 
     async def trainers(self, count: int, **start: Any) -> list[Trainer]:
         """Trainers that have bound their tensors; with `store` they are the ranks of one world."""
-        peers = await self._peers.take(count)
+        peers = await self._pool.atake("peer_trainer.py", count)
         made: list[Trainer] = []
 
         async def join(rank: int) -> None:
@@ -155,11 +125,11 @@ class Trainer:
 
 
 @pytest.fixture
-async def job(plane: Running, peers: Peers, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Job]:
+async def job(plane: Running, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Job]:
     monkeypatch.setenv("MX_WORKER_HOST", "127.0.0.1")
     monkeypatch.setenv("MX_TRANSFER_TIMEOUT", "30")
     async with AsyncModelExpressControlClient.connect(plane.address) as control:
-        yield Job(plane, peers, control)
+        yield Job(plane, pool, control)
 
 
 async def test_versions_in_sequence_and_their_release(job: Job) -> None:
