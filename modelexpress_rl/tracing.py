@@ -1,8 +1,9 @@
 """OpenTelemetry spans, where the process uses OpenTelemetry; nothing at all where it does not.
 
-Tracing is on in a process that has imported `opentelemetry.trace` (its own code did, or it was started
-by `opentelemetry-instrument`); what is done with the spans is its provider's business. Nothing is
-imported here otherwise, so that a process without it pays one look into a dictionary.
+Tracing is on in a process that has set a tracer provider (its own code did, or it was started by
+`opentelemetry-instrument`); what is done with the spans is that provider's business. Nothing is imported
+here otherwise, so that a process without it pays one look into a dictionary. That the API is imported
+says nothing: other libraries do so wherever it is installed.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def trace_id() -> str:
 
 
 def _trace() -> ModuleType | None:
-    return sys.modules.get("opentelemetry.trace")
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return None
+    return trace
 
 
 def _propagator() -> Any:
