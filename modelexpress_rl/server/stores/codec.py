@@ -177,7 +177,8 @@ def _phase_out(record: VersionRecord) -> Json:
         ]
     if record.leases:  # an ended lease is never filed: its state need not be kept
         body["leases"] = [
-            [held.worker_id, held.lease_id, held.deadline_ms] for held in record.leases.values()
+            [held.worker_id, held.lease_id, held.deadline_ms, held.granted_ms]
+            for held in record.leases.values()
         ]
     if record.left:
         body["left"] = sorted(record.left)
@@ -227,8 +228,10 @@ def _publications_in(body: Json) -> Publications:
 
 def _leases_in(body: Json) -> Leases:
     leases: dict[LeaseId, LeaseRecord] = {}
-    for worker, lease, deadline_ms in body.get("leases", ()):
-        held = LeaseRecord(LeaseId(_text(lease)), WorkerId(_text(worker)), _count(deadline_ms))
+    for worker, lease, deadline_ms, granted_ms in body.get("leases", ()):
+        held = LeaseRecord(
+            LeaseId(_text(lease)), WorkerId(_text(worker)), _count(deadline_ms), granted_ms=_count(granted_ms)
+        )
         leases[held.lease_id] = held
     return leases
 

@@ -160,7 +160,5 @@ class Subscription:
                 return
 
     async def _newest(self) -> list[int]:
-        calls = [
-            command(number, bucket, "GET", bucket.revision) for number, bucket in enumerate(self._buckets.all)
-        ]
+        calls = [command(number, "GET", bucket.revision) for number, bucket in enumerate(self._buckets.all)]
         return [int(reply.value or 0) for reply in await self._link.all(calls)]

@@ -22,7 +22,7 @@ class Claims(Space):
     async def read_key(self, idempotency_key: str) -> KeyHolder | None:
         number, bucket = self._place(idempotency_key)
         key = bucket.idempotency(idempotency_key)
-        body = (await self.link.one(command(number, bucket, "HGET", key, "body"))).value
+        body = (await self.link.one(command(number, "HGET", key, "body"))).value
         return None if body is None else codec.decode_holder(idempotency_key, body)
 
     async def claim_key(self, idempotency_key: str, holder: KeyHolder) -> KeyHolder:
@@ -69,7 +69,7 @@ class Claims(Space):
             return
         await self.link.all(
             [
-                command(number, bucket, "PEXPIRE", key, KEPT_MS)
+                command(number, "PEXPIRE", key, KEPT_MS)
                 for number, bucket in enumerate(self._buckets.all)
                 for key in (*bucket.shared, bucket.meta)
             ]

@@ -102,11 +102,6 @@ class Bucket:
         return self._key("sweeper")
 
     @property
-    def nothing(self) -> str:
-        """A key that never exists."""
-        return self._key("nothing")
-
-    @property
     def shared(self) -> tuple[str, ...]:
         """The keys that exist once in a bucket, however much it holds."""
         return (

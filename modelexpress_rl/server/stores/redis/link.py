@@ -16,10 +16,10 @@ from typing import Any
 import anyio
 
 from modelexpress_rl.server.stores.port import StoreUnavailable
-from modelexpress_rl.server.stores.redis import scripts
+from modelexpress_rl.server.stores.redis import scripts, trouble
 from modelexpress_rl.server.stores.redis.address import Endpoint, RedisAddress
 from modelexpress_rl.server.stores.redis.clock import StoreTime
-from modelexpress_rl.server.stores.redis.keys import Bucket, Buckets
+from modelexpress_rl.server.stores.redis.keys import Buckets
 from modelexpress_rl.server.stores.redis.node import Node, Outcome, Words
 from modelexpress_rl.server.stores.redis.scripts import Script
 from modelexpress_rl.server.stores.redis.topology import Topology, endpoint_of
@@ -49,9 +49,9 @@ class Call:
     confirmed: bool = False
 
 
-def command(number: int, bucket: Bucket, name: str, key: str, *words: str | bytes | int) -> Call:
+def command(bucket: int, name: str, key: str, *words: str | bytes | int) -> Call:
     """A command on one key of a bucket."""
-    return Call(number, scripts.COMMAND, [key, bucket.nothing], (name, *words))
+    return Call(bucket, scripts.COMMAND, [key], (name, *words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,24 +175,24 @@ class Link:
         if not isinstance(outcome, Trouble):
             one.reply, one.trouble = Reply(outcome, one.repeated), None
             return
+        if outcome.cure in (Cure.ROUTE, Cure.ASK) and not self.address.cluster:
+            outcome = trouble.no_cluster(outcome)
         one.trouble = outcome
         one.repeated = one.repeated or outcome.may_have_happened
         if outcome.cure is Cure.LOAD:
             one.in_full = True
-        elif outcome.cure is Cure.ROUTE and self.address.cluster:
+        elif outcome.cure is Cure.ROUTE:
             if outcome.place and one.node:
                 self.topology.learn(one.call.bucket, outcome.place, one.node)
             else:
                 self.topology.doubt()
-        elif outcome.cure is Cure.ASK and self.address.cluster and one.node:
+        elif outcome.cure is Cure.ASK and one.node:
             one.asking_at = endpoint_of(outcome.place, one.node)
 
     async def _pause(self, open_: Sequence[_Asking], attempt: int, until: float) -> None:
         """Wait before the next attempt, if there may be one."""
         troubles = [one.trouble for one in open_ if one.trouble is not None]
         hopeless = [one for one in troubles if one.cure is Cure.NONE]
-        if not self.address.cluster:
-            hopeless += [one for one in troubles if one.cure in (Cure.ROUTE, Cure.ASK)]
         if hopeless:
             raise self._unavailable(hopeless[0], open_)
         quick = attempt <= len(QUICK_CURES) and all(
@@ -203,13 +203,13 @@ class Link:
             raise self._unavailable(troubles[0], open_)
         await anyio.sleep(pause_s)
 
-    def _unavailable(self, trouble: Trouble, open_: Sequence[_Asking]) -> StoreUnavailable:
-        node = next((one.node for one in open_ if one.trouble is trouble), None)
+    def _unavailable(self, failure: Trouble, open_: Sequence[_Asking]) -> StoreUnavailable:
+        node = next((one.node for one in open_ if one.trouble is failure), None)
         where = self.address.shown
         if node is not None and len(self.address.endpoints) + self.address.cluster > 1:
             where += f" (at {node[0]}:{node[1]})"
-        error = StoreUnavailable(f"the store {where} {trouble.words}")
-        error.__cause__ = trouble.cause
+        error = StoreUnavailable(f"the store {where} {failure.words}")
+        error.__cause__ = failure.cause
         if not self._ailing:
             self._ailing = True
             _LOG.warning("%s", error)

@@ -46,10 +46,12 @@ local function whole(number) return string.format('%.0f', number) end
 local function ms(us) return whole(math.floor(us / 1000)) end
 """
 
-# KEYS: a key, and one that doesn't exist. ARGV: a command, and its words after the key. Answers as it does.
+# KEYS: a key. ARGV: a command, and its words after the key. Answers as it does. The key may be no hash; a
+# replica refuses the write before it looks.
 COMMAND = Script(
     """
-redis.call('DEL', KEYS[2])
+local written = redis.pcall('HDEL', KEYS[1], '')
+if type(written) == 'table' and not string.find(written.err, 'WRONGTYPE', 1, true) then return written end
 return redis.call(ARGV[3], KEYS[1], unpack(ARGV, 4))
 """
 )

@@ -97,8 +97,7 @@ class Space:
     ) -> list[Any]:
         """The answers of every bucket to a command on one of its keys."""
         calls = [
-            command(number, bucket, name, key_of(bucket), *words)
-            for number, bucket in enumerate(self._buckets.all)
+            command(number, name, key_of(bucket), *words) for number, bucket in enumerate(self._buckets.all)
         ]
         return [reply.value for reply in await self.link.all(calls)]
 
@@ -109,9 +108,7 @@ class Space:
         answers: list[Any] = []
         for page in _pages(names):
             places = [(one, *self._place(one)) for one in page]
-            calls = [
-                command(number, bucket, name, key_of(bucket, one), *words) for one, number, bucket in places
-            ]
+            calls = [command(number, name, key_of(bucket, one), *words) for one, number, bucket in places]
             answers += [reply.value for reply in await self.link.all(calls)]
         return answers
 

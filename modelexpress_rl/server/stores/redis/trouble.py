@@ -43,9 +43,10 @@ class Trouble:
         return self.cure is Cure.UNKNOWN
 
 
+_MOVING = "is moving the keys to another node"
 _KNOWN: dict[str, tuple[Cure, str]] = {
     "NOSCRIPT": (Cure.LOAD, "has lost its scripts"),
-    "TRYAGAIN": (Cure.AGAIN, "is moving the keys to another node"),
+    "TRYAGAIN": (Cure.AGAIN, _MOVING),
     "CLUSTERDOWN": (Cure.ROUTE, "is a cluster that is down: slots are served by no node"),
     "LOADING": (Cure.AGAIN, "is loading its data set"),
     "MASTERDOWN": (Cure.RECONNECT, "is a replica that has lost its primary"),
@@ -71,7 +72,7 @@ def of_error(error: BaseException) -> Trouble:
     if code in ("MOVED", "ASK"):
         place = text.split()[-1]
         cure = Cure.ASK if code == "ASK" else Cure.ROUTE
-        return Trouble(cure, "is part of a cluster: use redis-cluster://", place, error)
+        return Trouble(cure, _MOVING, place, error)
     if code == "BUSY":
         return Trouble(Cure.AGAIN, _BUSY, cause=error)
     if code in _KNOWN:
@@ -104,6 +105,12 @@ def silent(waited_s: float) -> Trouble:
     """No reply came in time."""
     words = f"did not answer within {waited_s:g} s: stopped, paused, cut off, or busy with something long"
     return Trouble(Cure.UNKNOWN, words)
+
+
+def no_cluster(redirected: Trouble) -> Trouble:
+    """A redirection where the address names no cluster."""
+    words = "is part of a cluster: its address must begin with redis-cluster://"
+    return Trouble(Cure.NONE, words, cause=redirected.cause)
 
 
 def unconfirmed(got: int, wanted: int) -> Trouble:
