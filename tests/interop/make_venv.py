@@ -3,8 +3,9 @@
     python -m tests.interop.make_venv [FOLDER]
 
 prints the path of its Python. The folder is MX_INTEROP_VENV where none is given, else one under the
-user's cache, so that it is made once. It has to be an environment of its own: that package has a
-`modelexpress_rl` too. Nothing but the standard library is needed here.
+user's cache, so that it is made once; MX_INTEROP_VENV=off skips the tests that need it. It has to be an
+environment of its own: that package has a `modelexpress_rl` too, and its torch takes gigabytes where pip
+finds no build for the CPU. Nothing but the standard library is needed here.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ class CannotMake(Exception):
 
 
 def folder() -> Path:
-    """Where the environment is, or will be."""
+    """Where the environment is, or will be.
+
+    Raises:
+        CannotMake: MX_INTEROP_VENV says that there shall be none.
+    """
     given = os.environ.get("MX_INTEROP_VENV", "").strip()
+    if given.lower() == "off":
+        raise CannotMake("MX_INTEROP_VENV=off")
     if given:
         return Path(given).absolute()
     cache = os.environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache"
@@ -48,25 +55,36 @@ def make(where: Path, timeout_s: float = TIMEOUT_S) -> Path:
     Several processes may ask at once: one makes it, the others wait.
 
     Raises:
-        CannotMake: a package is not to be had, or a step took longer than `timeout_s`.
+        CannotMake: a package is not to be had, a step took longer than `timeout_s`, or the folder can't
+            be written.
     """
-    python = where / "bin" / "python"
-    where.parent.mkdir(parents=True, exist_ok=True)
-    with open(where.parent / f"{where.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (where / _MADE).exists() and python.exists():
-            return python
-        shutil.rmtree(where, ignore_errors=True)  # what an interrupted run left
-        try:
-            _run([sys.executable, "-m", "venv", str(where)], timeout_s)
-            for packages in STEPS:
-                _run([str(python), "-m", "pip", "install", "--quiet", *packages], timeout_s)
-            _run([str(python), "-P", "-c", _WORKS], timeout_s, cwd=where)
-        except CannotMake:
-            shutil.rmtree(where, ignore_errors=True)
-            raise
-        (where / _MADE).touch()
-    return python
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+        with open(where.parent / f"{where.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (where / _MADE).exists():
+                _make(where, timeout_s)
+    except OSError as error:
+        raise CannotMake(f"{where}: {error}") from error
+    return _python(where)
+
+
+def _python(where: Path) -> Path:
+    return where / "bin" / "python"
+
+
+def _make(where: Path, timeout_s: float) -> None:
+    shutil.rmtree(where, ignore_errors=True)  # what an interrupted run left
+    python = str(_python(where))
+    try:
+        _run([sys.executable, "-m", "venv", str(where)], timeout_s)
+        for packages in STEPS:
+            _run([python, "-m", "pip", "install", "--quiet", *packages], timeout_s)
+        _run([python, "-P", "-c", _WORKS], timeout_s, cwd=where)
+    except CannotMake:
+        shutil.rmtree(where, ignore_errors=True)
+        raise
+    (where / _MADE).touch()
 
 
 def _run(command: list[str], timeout_s: float, cwd: Path | None = None) -> None:
