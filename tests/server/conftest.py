@@ -8,7 +8,10 @@ import pytest
 
 from modelexpress_rl.server.stores.memory import MemoryStore
 from tests.server.api import Api, Server, server_on
+from tests.store.redis_server import shared_redis, start_redis
 from tests.store.virtual_clock import VirtualClock
+
+__all__ = ["shared_redis", "start_redis"]
 
 
 @pytest.fixture

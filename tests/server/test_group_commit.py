@@ -14,7 +14,6 @@ import pytest
 from modelexpress_rl.server import commands
 from modelexpress_rl.server.registry import Registry
 from modelexpress_rl.server.settings import Settings
-from modelexpress_rl.server.stores import open_store
 from modelexpress_rl.server.stores.memory import MemoryStore
 from modelexpress_rl.server.stores.port import Rejected, StoreUnavailable
 from statemachines.kernel import Refused
@@ -23,6 +22,7 @@ from statemachines.version_records import Publication
 from statemachines.worker import WorkerRole
 from tests.server.api import READY, Api, Server, eventually, server_on
 from tests.store.faulty import FaultyStore
+from tests.store.harness import Harness
 from tests.store.records import spec
 from tests.store.virtual_clock import VirtualClock
 
@@ -31,12 +31,11 @@ pytestmark = pytest.mark.anyio
 RANKS = 256
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "redis"])
 async def any_server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
-    clock = VirtualClock()
-    address = "memory" if request.param == "memory" else f"sqlite:{tmp_path / 'store.db'}"
-    store = open_store(address, clock)
-    async with server_on(store, clock) as running:
+    harness = Harness.make(request.param, tmp_path, request)
+    store = harness.open()
+    async with server_on(store, harness.clock) as running:
         yield running
     await store.close()
 
