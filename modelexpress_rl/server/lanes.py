@@ -26,10 +26,12 @@ from statemachines.version import Moment, VersionState
 
 # A version may be committed a few times at once. Then a burst gathers: between two commits passes a
 # tenth of the time that the burst has lasted, within these bounds. So its length costs commits only by
-# the logarithm, and nobody waits for much longer than it takes anyway.
+# the logarithm, and nobody waits for much longer than it takes anyway. A version of many slots is long to
+# read and to write: what its commits take is a third of a burst at most.
 BURST = 12
 PACE_S = 0.015
 SLOWEST_PACE_S = 0.1
+LONGEST_PACE_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +50,12 @@ class _Lane:
     tokens: float = BURST
     counted_at_s: float = 0.0
     burst_from_s: float = 0.0
+    commit_took_s: float = 0.0
 
     @property
     def pace_s(self) -> float:
-        return max(PACE_S, min((self.counted_at_s - self.burst_from_s) / 10, SLOWEST_PACE_S))
+        gathering_s = min((self.counted_at_s - self.burst_from_s) / 10, SLOWEST_PACE_S)
+        return max(PACE_S, gathering_s, min(2 * self.commit_took_s, LONGEST_PACE_S))
 
     def refill(self, now_s: float) -> None:
         self.tokens = min(BURST, self.tokens + (now_s - self.counted_at_s) / self.pace_s)
@@ -151,8 +155,10 @@ class Lanes:
             lane.waiting.clear()
             if waited and len(group) == 1:
                 lane.restart(anyio.current_time())
+            began_s = anyio.current_time()
             if group and await self._answer(uid, group):
                 lane.tokens -= 1
+                lane.commit_took_s = anyio.current_time() - began_s
 
     async def _answer(self, uid: VersionId, group: list[_Waiting]) -> bool:
         """Commit `group`; whatever happens, each of it has an answer afterwards.

@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import anyio
+
 from modelexpress_rl.server.settings import Settings
 from modelexpress_rl.server.stores.port import Store
 from statemachines.ids import ModelName
@@ -62,6 +64,7 @@ class ModelQuota:
         self._refusal = refusal
         self._clock = clock
         self._known: dict[ModelName, _Count] = {}
+        self._counting: dict[ModelName, anyio.Event] = {}
 
     async def require_room(self, model_name: ModelName) -> None:
         """Take the room for one more.
@@ -71,7 +74,8 @@ class ModelQuota:
         """
         known = self._known.get(model_name)
         now_s = self._clock()
-        if known is None or known.number >= self._most or now_s - known.counted_at_s >= RECOUNT_AFTER_S:
+        is_old = known is not None and now_s - known.counted_at_s >= RECOUNT_AFTER_S
+        if known is None or known.number >= self._most or (is_old and model_name not in self._counting):
             known = await self._recounted(model_name)
         if known.number >= self._most:
             raise QuotaExceeded(
@@ -80,6 +84,21 @@ class ModelQuota:
         known.number += 1
 
     async def _recounted(self, model_name: ModelName) -> _Count:
+        """Look once for all who want to know: a thousand workers register at the same moment."""
+        asked_at_s = self._clock()
+        while (under_way := self._counting.get(model_name)) is not None:
+            await under_way.wait()
+            known = self._known.get(model_name)
+            if known is not None and known.counted_at_s >= asked_at_s:
+                return known
+        done = self._counting[model_name] = anyio.Event()
+        try:
+            return await self._look(model_name)
+        finally:
+            del self._counting[model_name]
+            done.set()
+
+    async def _look(self, model_name: ModelName) -> _Count:
         counted = _Count(await self._count(model_name), self._clock())
         self._known.pop(model_name, None)
         while len(self._known) >= _KNOWN_MODELS:
