@@ -372,13 +372,13 @@ class TestFailover:
         async with opened(address) as store, store.changes() as changes:
             made = await put(store, entry("v", 1))
             assert await anext(changes) == Change("v", "model")
-            primary.client.wait(1, 2_000)
+            has = lambda: replica.client.hget("{mx-rl}:version:v", "revision")  # noqa: E731
+            await in_thread(lambda: until(has, "the replication of the version"))
             replica.client.replicaof("NO", "ONE")
             primary.client.replicaof("127.0.0.1", replica.port)  # demoted, and alive: READONLY
             made = await put(store, retired("v", 1), expected=made.revision)
             assert isinstance(made, Committed)
-            replica_has = replica.client.hget("{mx-rl}:version:v", "revision")
-            assert int(replica_has) == made.revision
+            assert int(has()) == made.revision
             with anyio.fail_after(5):
                 assert await anext(changes) in (Resync(), Change("v", "model"))
 
@@ -454,7 +454,10 @@ class TestLostReplies:
                 await put(other, entry("v", 1), expected=(await other.read_version("v")).stored.revision)
             assert await put(store, retired("v", 1), expected=first.revision) is Rejected.CONFLICT
 
-    async def test_a_cut_in_a_burst_loses_and_doubles_nothing(self, start_redis: Start) -> None:
+    async def test_a_cut_in_a_burst_loses_and_doubles_nothing(
+        self, start_redis: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(link, "PATIENCE_S", 20.0)
         server = start_redis()
         async with Proxy.to(server.port) as proxy, opened(f"redis://127.0.0.1:{proxy.port}/0") as store:
             await store.now_ms()
@@ -521,6 +524,16 @@ class TestSharing:
                         tasks.start_soon(read, n)
             assert 0 < answered < 900
             assert (await store.read_version("v7")).stored.entry == entry("v7", 7)
+
+
+class TestEviction:
+    async def test_a_store_that_may_evict_is_warned_of(
+        self, start_redis: Start, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for policy, warned in (("noeviction", False), ("allkeys-lru", True)):
+            server = start_redis("--maxmemory", "100mb", "--maxmemory-policy", policy)
+            async with opened(server.address) as store, store.changes():
+                assert ("may evict" in caplog.text) is warned
 
 
 class TestChanges:

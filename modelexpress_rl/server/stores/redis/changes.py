@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 from redis.asyncio.connection import Connection
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from modelexpress_rl.server.stores.changes import ChangeFeed
 from modelexpress_rl.server.stores.port import Change, Resync, StoreUnavailable
@@ -63,6 +63,7 @@ class Subscription:
         self._revisions = [0] * len(buckets.all)
         self._hears = anyio.Event()
         self._missed = False
+        self._looked = False
 
     async def wait_until_heard(self) -> None:
         """Return once changes arrive, or after a while; then there is a Resync to come."""
@@ -95,6 +96,7 @@ class Subscription:
         try:
             with anyio.fail_after(CONNECT_S):
                 await connection.connect()  # type: ignore[no-untyped-call]
+                await self._warn_of_eviction(connection)
                 await connection.send_command("SUBSCRIBE", self._buckets.channel)
                 await connection.read_response()
             self._revisions = await self._newest()
@@ -129,6 +131,23 @@ class Subscription:
             tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    async def _warn_of_eviction(self, connection: Connection) -> None:
+        """Say once where Redis would rather forget than refuse; whatever it forgets, versions end by."""
+        if self._looked:
+            return
+        self._looked = True
+        await connection.send_command("INFO", "memory")
+        with suppress(ResponseError):  # it isn't allowed: then nobody knows
+            lines = bytes(await connection.read_response()).decode().splitlines()
+            info = dict(line.split(":", 1) for line in lines if ":" in line)
+            policy = info.get("maxmemory_policy", "noeviction")
+            if info.get("maxmemory", "0") != "0" and policy != "noeviction":
+                _LOG.warning(
+                    "the store %s may evict versions and workers (maxmemory-policy %s): set noeviction",
+                    self._link.address.shown,
+                    policy,
+                )
 
     def _receive(self, message: object) -> None:
         if not isinstance(message, list) or message[0] != b"message":

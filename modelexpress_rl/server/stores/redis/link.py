@@ -28,7 +28,7 @@ from modelexpress_rl.server.stores.redis.trouble import Cure, Trouble
 _LOG = logging.getLogger(__name__)
 
 # How long a call is asked again; a caller that waits for less is told a moment before it gives up.
-PATIENCE_S = 5.0
+PATIENCE_S = 6.0
 BEFORE_DEADLINE_S = 0.25
 SHORTEST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 0.5

@@ -30,8 +30,8 @@ Outcome: TypeAlias = Any | Trouble
 
 CONNECTIONS = 4
 TOGETHER = 256
-CONNECT_S = 2.0
-ANSWER_S = 2.0
+CONNECT_S = 3.0
+ANSWER_S = 3.0
 
 
 @dataclass(slots=True, eq=False)

@@ -95,6 +95,8 @@ def lost(error: BaseException) -> Trouble:
 
 def unreachable(error: BaseException) -> Trouble:
     """What a connection that could not be made says."""
+    if isinstance(error, TimeoutError) and not isinstance(error, RedisError):
+        return Trouble(Cure.RECONNECT, "can't be reached: no answer in time", cause=error)
     named = of_error(error)
     if named.cure is not Cure.UNKNOWN:
         return named
