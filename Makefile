@@ -11,9 +11,9 @@ demo: install  ## a Megatron trainer refits generators, step after step, and pro
 	$(BIN)/mx-rl demo
 
 test: demo check  ## the demo, the checks, then every test; a part that can't be installed is skipped by name
-	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS) tests/statemachines
 	$(BIN)/python -m coverage report
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --ignore tests/statemachines
 
 install: $(VENV)/.installed
 
@@ -33,6 +33,11 @@ check: install  ## lint, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@if $(BIN)/pyright --version >/dev/null 2>&1; then \
+		$(BIN)/pyright --pythonpath $(BIN)/python; \
+	else \
+		echo "pyright can't be installed here (it needs node): skipped"; test -z "$$MX_TEST_NO_SKIP"; \
+	fi
 
 proto: install  ## regenerate the code of proto/
 	$(BIN)/python proto/generate.py
