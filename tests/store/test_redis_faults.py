@@ -20,7 +20,7 @@ pytest.importorskip("redis", reason="the extra 'redis' is not installed")
 from modelexpress_rl.server.stores.port import Change, Committed, Rejected, Resync, StoreUnavailable
 from modelexpress_rl.server.stores.redis import RedisStore, link, node, scripts
 from tests.store.records import entry, published, retired, worker
-from tests.store.redis_server import RedisServer, until
+from tests.store.redis_server import RedisServer, free_port, until
 from tests.store.tcp_proxy import Proxy
 from tests.store.test_contract import put, put_worker
 
@@ -524,6 +524,33 @@ class TestSharing:
                         tasks.start_soon(read, n)
             assert 0 < answered < 900
             assert (await store.read_version("v7")).stored.entry == entry("v7", 7)
+
+
+class TestTls:
+    async def test_both_sides_prove_who_they_are(self, start_redis: Start, tmp_path: Path) -> None:
+        trustme = pytest.importorskip("trustme")
+        authority, stranger = trustme.CA(), trustme.CA()
+        authority.cert_pem.write_to_path(str(tmp_path / "ca"))
+        stranger.cert_pem.write_to_path(str(tmp_path / "strangers"))
+        for name in ("server", "client"):
+            made = authority.issue_cert("127.0.0.1")
+            made.private_key_pem.write_to_path(str(tmp_path / f"{name}.key"))
+            made.cert_chain_pems[0].write_to_path(str(tmp_path / f"{name}.crt"))
+        port = free_port()
+        files = {"ca-cert": "ca", "cert": "server.crt", "key": "server.key"}
+        options = [
+            word for name, file in files.items() for word in (f"--tls-{name}-file", str(tmp_path / file))
+        ]
+        start_redis("--tls-port", str(port), *options)
+        place = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path}"
+        mine = f"ssl_certfile={tmp_path}/client.crt&ssl_keyfile={tmp_path}/client.key"
+        async with opened(f"{place}/ca&{mine}") as store, store.changes() as changes:
+            await put(store, entry("v", 1))
+            assert (await anext(changes)).uid == "v"
+        for address in (f"{place}/strangers&{mine}", f"{place}/ca"):
+            async with opened(address) as store:
+                with pytest.raises(StoreUnavailable, match=r"can't be reached|broke the connection"):
+                    await store.now_ms()
 
 
 class TestEviction:
