@@ -77,6 +77,10 @@ class Aborted(RpcError, errors.TryAgainError):
     """The server lost a race and applied nothing."""
 
 
+class Cancelled(RpcError, errors.TryAgainError):
+    """The server, or something on the way to it, dropped the call: gRPC's own do so when overloaded."""
+
+
 class NotFound(RpcError):
     """The server does not know the subject of the call."""
 
@@ -113,6 +117,7 @@ _CLASSES: dict[grpc.StatusCode, type[RpcError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.ABORTED: Aborted,
+    grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
     grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,

@@ -468,6 +468,13 @@ async def test_retry_reports_an_unknown_outcome(fake: FakeControlPlane) -> None:
         assert [type(error) for error in failed] == [rpc.Unavailable, rpc.Aborted]
         assert 0.025 <= slept[0] <= 0.05 <= slept[1] <= 0.1
 
+        fake.store.failures = [grpc.StatusCode.CANCELLED]  # so an overloaded server sheds calls
+        await rpc.retry(
+            lambda timeout_s: plane.get_weight_version(get("v"), timeout_s=timeout_s),
+            total_s=30.0,
+            sleep=sleep,
+        )
+
         fake.store.failures = [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND]
         with pytest.raises(rpc.NotFound) as caught:
             await rpc.retry(
