@@ -28,12 +28,16 @@ class LeaseState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """One lease; `deadline_ms` is the end of its last grant, whatever its state."""
+    """One lease; `deadline_ms` is the end of its last grant, whatever its state.
+
+    `granted_ms` is when it began: a worker's leases on one version follow each other under one id.
+    """
 
     lease_id: LeaseId
     worker_id: WorkerId
     deadline_ms: int
     state: LeaseState = LeaseState.HELD
+    granted_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

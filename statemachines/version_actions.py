@@ -66,7 +66,7 @@ def grant(record: VersionRecord, event: AcquireLease | RenewLease, moment: Momen
     if held is not None and lease.live(held, moment.now_ms):
         held = lease.decide(held, lease.Renew(deadline), moment.now_ms).record
     else:
-        held = lease.LeaseRecord(lease_id, event.worker_id, deadline)
+        held = lease.LeaseRecord(lease_id, event.worker_id, deadline, granted_ms=moment.now_ms)
     phase = replace(record.phase, leases={**record.leases, lease_id: held})  # type: ignore[arg-type]
     after, effects = moved(record, phase)
     return after, (*effects, LeaseGranted(held))

@@ -84,11 +84,17 @@ def removed(record: VersionRecord, event: Event, moment: Moment) -> Publications
 def after_ending(record: VersionRecord, event: Event, moment: Moment) -> tuple[Leases, Publications]:
     leases = record.leases
     if isinstance(event, ReturnLease | LeaseLapsed) and event.lease_id in leases:
+        if isinstance(event, ReturnLease) and _is_of_another_grant(leases[event.lease_id], event):
+            return leases, record.publications
         ending = lease.Return() if isinstance(event, ReturnLease) else lease.Lapse()
         after = lease.decide(leases[event.lease_id], ending, moment.now_ms).record
         if after.state is not lease.LeaseState.HELD:
             leases = {key: held for key, held in leases.items() if key != event.lease_id}
     return leases, removed(record, event, moment)
+
+
+def _is_of_another_grant(held: lease.LeaseRecord, event: ReturnLease) -> bool:
+    return event.granted_ms is not None and event.granted_ms != held.granted_ms
 
 
 def after_leaving(record: VersionRecord, event: Event, moment: Moment) -> Left:

@@ -209,10 +209,15 @@ class RenewLease:
 
 @dataclass(frozen=True, slots=True)
 class ReturnLease:
-    """A generator has finished reading."""
+    """A generator has finished reading.
+
+    With `granted_ms` it ends the lease that began then, and no later one of the same id: such a message
+    may arrive when its sender has taken the lease anew.
+    """
 
     lease_id: LeaseId
     worker_id: WorkerId
+    granted_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

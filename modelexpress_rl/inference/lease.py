@@ -20,7 +20,7 @@ from modelexpress_rl.clock import MONOTONIC, Clock
 from modelexpress_rl.errors import LeaseLost, TryAgainError
 from modelexpress_rl.rpc import Backoff, ControlPlane, RpcError, Unimplemented
 from statemachines import lease as machine
-from statemachines.ids import LeaseId, VersionId, WorkerId, lease_id_of
+from statemachines.ids import LeaseId, VersionId, WorkerId
 from statemachines.kernel import Refused
 
 _log = logging.getLogger(__name__)
@@ -109,8 +109,9 @@ class LeaseCalls:
         )
         return self._granted(await self._control.renew_version_lease(request, timeout_s=timeout_s))
 
-    async def give_back(self, version_id: VersionId, lease_id: LeaseId, until_ms: int, clock: Clock) -> None:
-        """Return the lease, trying again until it lapses anyway; failures are only logged."""
+    async def give_back(self, version_id: VersionId, lease_id: LeaseId, clock: Clock) -> None:
+        """Return the lease, trying again until it has lapsed in any case; failures are only logged."""
+        until_ms = self._lapsed_ms(clock)
         request = refit.DeleteVersionLeaseRequest(
             version_id=version_id, lease_id=lease_id, worker_id=self.worker_id
         )
@@ -127,6 +128,30 @@ class LeaseCalls:
                     _log.info("lease %s is left to lapse: %s", lease_id, error)
                     return
             await clock.sleep(delay_s)
+
+    async def give_back_unheard(self, version_id: VersionId, clock: Clock) -> None:
+        """Return a lease that may have been granted although no answer came.
+
+        It is asked for once more, which tells its name; a return without that might end a later one.
+        """
+        until_ms = self._lapsed_ms(clock)
+        failures = 0
+        while (left_ms := until_ms - clock.now_ms()) > 0:
+            try:
+                grant = await self.acquire(version_id, max(min(left_ms / 1000, _RETURN_TIMEOUT_S), 0.05))
+            except TryAgainError as error:
+                failures += 1
+                _log.info("a lease on version %s that may be held: %s", version_id, error)
+            except RpcError:
+                return  # there is none
+            else:
+                await self.give_back(version_id, grant.lease_id, clock)
+                return
+            await clock.sleep(_BACKOFF.delay_s(failures, _rng))
+
+    def _lapsed_ms(self, clock: Clock) -> int:
+        """When a lease that was granted before now has lapsed, also by the control plane's clock."""
+        return clock.now_ms() + self.ttl_ms + margin_ms(self.ttl_ms)
 
     async def _register(self, version_id: VersionId, timeout_s: float | None) -> Grant:
         request = refit.RegisterVersionLeaseRequest(
@@ -221,7 +246,7 @@ class HeldLease:
         decision = machine.decide(self._record, machine.Return(), self._clock.now_ms())
         self._record = decision.record
         if decision.effects and self._record.state is machine.LeaseState.RETURNED:
-            await self._calls.give_back(self.version_id, self.lease_id, self.deadline_ms, self._clock)
+            await self._calls.give_back(self.version_id, self.lease_id, self._clock)
 
     async def _renew(self) -> bool:
         sent_ms = self._clock.now_ms()
@@ -257,11 +282,6 @@ class HeldLease:
 
 def _deadline_ms(sent_ms: int, grant: Grant) -> int:
     return sent_ms + grant.ttl_ms - margin_ms(grant.ttl_ms)
-
-
-def forgotten_lease(version_id: VersionId, worker_id: WorkerId) -> LeaseId:
-    """The lease that a request whose answer never came may have been granted."""
-    return lease_id_of(version_id, worker_id)
 
 
 _rng = random.Random()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -13,7 +14,7 @@ from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.background import Background
 from modelexpress_rl.clock import MONOTONIC, Clock
 from modelexpress_rl.errors import DeadlineExceeded, StateError, TryAgainError
-from modelexpress_rl.inference.lease import HeldLease, LeaseCalls, forgotten_lease
+from modelexpress_rl.inference.lease import HeldLease, LeaseCalls
 from modelexpress_rl.inference.readiness import wait_until_ready
 from modelexpress_rl.rpc import (
     Backoff,
@@ -61,7 +62,7 @@ class GeneratorSession:
             clock=clock,
         )
         self._reporter = ServingReporter(control, worker_id, clock)
-        self._returning = 0
+        self._returning: Counter[VersionId] = Counter()
         self._returned = anyio.Event()
 
     async def open(self) -> None:
@@ -77,12 +78,16 @@ class GeneratorSession:
     async def acquire(self, version_id: VersionId, deadline: float) -> HeldLease:
         """Wait until the version is READY, and take the lease on it.
 
+        An earlier lease on it that is on its way back has arrived before: the control plane has one lease
+        for a worker and a version, and the return would end this one.
+
         Raises:
             VersionGone, DeadlineExceeded: see `wait_until_ready`.
             RpcError: the lease is refused although the version is READY.
         """
         refusals = failures = 0
         while True:
+            await self._until_returned(version_id, deadline)
             try:
                 return await self._acquire_once(version_id, deadline)
             except (NotFound, FailedPrecondition) as error:
@@ -104,7 +109,7 @@ class GeneratorSession:
 
     def give_back(self, lease: HeldLease) -> None:
         """Return a lease in the background; at once, and only once."""
-        self._spawn_return(lease.give_back)
+        self._spawn_return(lease.version_id, lease.give_back)
 
     def report_serving(self, version_id: VersionId | None, *, uncertain: bool) -> None:
         """Tell the control plane in the background; the newest report wins."""
@@ -116,6 +121,11 @@ class GeneratorSession:
             while self._returning:
                 await self._returned.wait()
             await self._registration.leave()
+
+    async def _until_returned(self, version_id: VersionId, deadline: float) -> None:
+        with anyio.move_on_at(deadline):
+            while version_id in self._returning:
+                await self._returned.wait()
 
     async def _acquire_once(self, version_id: VersionId, deadline: float) -> HeldLease:
         left_s = deadline - anyio.current_time()
@@ -133,30 +143,32 @@ class GeneratorSession:
         """Return a lease that may have been granted although no answer came."""
         if error is not None and not error.outcome_unknown:
             return
-        lease_id = forgotten_lease(version_id, self._calls.worker_id)
-        until_ms = self._clock.now_ms() + self._calls.ttl_ms
 
         async def give_back() -> None:
-            await self._calls.give_back(version_id, lease_id, until_ms, self._clock)
+            await self._calls.give_back_unheard(version_id, self._clock)
 
-        self._spawn_return(give_back)
+        self._spawn_return(version_id, give_back)
 
-    def _spawn_return(self, give_back: Callable[[], Awaitable[None]]) -> None:
+    def _spawn_return(self, version_id: VersionId, give_back: Callable[[], Awaitable[None]]) -> None:
         async def run() -> None:
             try:
                 await give_back()
             finally:
-                self._returning -= 1
-                if not self._returning:
-                    self._returned.set()
-                    self._returned = anyio.Event()
+                self._ended(version_id)
 
-        self._returning += 1
+        self._returning[version_id] += 1
         try:
             self._background.spawn(run, name="lease return")
         except StateError as error:
-            self._returning -= 1
+            self._ended(version_id)
             _log.warning("a lease is left to lapse: %s", error)
+
+    def _ended(self, version_id: VersionId) -> None:
+        self._returning[version_id] -= 1
+        if not self._returning[version_id]:
+            del self._returning[version_id]
+        self._returned.set()
+        self._returned = anyio.Event()
 
     def _on_registration(self, event: RegistrationEvent) -> None:
         if isinstance(event, Reachable):

@@ -132,11 +132,13 @@ def lease_for(worker_id: WorkerId, ttl_ms: int) -> Command:
     return Command(event, (worker_id,))
 
 
-def renew(lease_id: LeaseId, worker_id: WorkerId, ttl_ms: int) -> Command:
-    """A renewal, and nothing but: a lapsed lease is never revived."""
+def renew(lease_id: LeaseId, worker_id: WorkerId, ttl_ms: int, granted_ms: int | None = None) -> Command:
+    """A renewal, and nothing but: a lapsed lease is never revived, nor is one taken for a later one."""
 
     def event(record: VersionRecord, moment: Moment) -> Event:
-        if lease_id != lease_id_of(record.uid, worker_id):
+        held = record.leases.get(lease_id)
+        is_later = held is not None and granted_ms not in (None, held.granted_ms)
+        if is_later or lease_id != lease_id_of(record.uid, worker_id):
             raise Refused(
                 Reason.PRECONDITION,
                 f"lease {lease_id} of version {record.uid} is not held by worker {worker_id}",
@@ -146,9 +148,11 @@ def renew(lease_id: LeaseId, worker_id: WorkerId, ttl_ms: int) -> Command:
     return Command(event, (worker_id,))
 
 
-def give_back(lease_id: LeaseId, worker_id: WorkerId) -> Command:
+def give_back(lease_id: LeaseId, worker_id: WorkerId, granted_ms: int | None = None) -> Command:
     """A reader has finished."""
-    return Command(lambda record, moment: ReturnLease(lease_id, worker_id), why="the last lease was returned")
+    return Command(
+        lambda record, moment: ReturnLease(lease_id, worker_id, granted_ms), why="the last lease was returned"
+    )
 
 
 def _require_shard(record: VersionRecord, slot_id: SlotId, worker_id: WorkerId) -> None:

@@ -111,12 +111,13 @@ class RefitService(refit_pb2_grpc.RefitServiceServicer):
     async def DeleteVersionLease(
         self, request: refit.DeleteVersionLeaseRequest, context: Any
     ) -> refit.DeleteVersionLeaseResponse:
-        uid, lease_id = wire.version_id_in(request.version_id), wire.lease_id_in(request.lease_id)
+        uid, (lease_id, granted_ms) = wire.version_id_in(request.version_id), wire.grant_in(request.lease_id)
         worker_id = wire.worker_id_in(request.worker_id)
         try:
-            outcome = await self._registry.command(uid, commands.give_back(lease_id, worker_id))
+            outcome = await self._registry.command(uid, commands.give_back(lease_id, worker_id, granted_ms))
         except Refused as refusal:
             if refusal.reason is not Reason.NOT_FOUND:
                 raise
             return refit.DeleteVersionLeaseResponse(deleted=False)  # it went with its version
-        return refit.DeleteVersionLeaseResponse(deleted=lease_id in outcome.before.leases)
+        ended = lease_id in outcome.before.leases and lease_id not in outcome.after.leases
+        return refit.DeleteVersionLeaseResponse(deleted=ended)

@@ -173,8 +173,8 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
         self, request: v1.RenewVersionLeaseRequest, context: Any
     ) -> v1.VersionLeaseResponse:
         uid, worker_id = wire.version_id_in(request.version_id), wire.worker_id_in(request.worker_id)
-        lease_id = wire.lease_id_in(request.lease_id)
-        command = commands.renew(lease_id, worker_id, self._lease_ttl_ms(request.ttl_ms))
+        lease_id, granted_ms = wire.grant_in(request.lease_id)
+        command = commands.renew(lease_id, worker_id, self._lease_ttl_ms(request.ttl_ms), granted_ms)
         return _lease_answer(await self._registry.command(uid, command), worker_id)
 
     @unary
@@ -214,7 +214,7 @@ def _lease_answer(outcome: Outcome, worker_id: WorkerId) -> v1.VersionLeaseRespo
     record = outcome.after
     held = record.leases[lease_id_of(record.uid, worker_id)]
     return v1.VersionLeaseResponse(
-        lease=wire.lease_out(record.uid, held),
+        lease=wire.grant_out(record.uid, held),
         live_publications=wire.shards_out(record, outcome.moment),
         now_unix_ms=outcome.moment.now_ms,
         state=wire.real_state_out(record.state),

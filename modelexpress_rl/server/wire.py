@@ -170,6 +170,15 @@ def lease_id_in(value: str) -> LeaseId:
     return LeaseId(text("lease_id", value))
 
 
+def grant_in(value: str) -> tuple[LeaseId, int | None]:
+    """A lease as `grant_out` names it, or by its id alone, as 0.7 does; then when it was granted is None."""
+    lease_id, dot, granted = text("lease_id", value).partition(".")
+    try:
+        return LeaseId(lease_id), int(granted, 16) if dot else None
+    except ValueError:
+        return LeaseId(value), None
+
+
 def invalid(message: str) -> Refused:
     """The refusal of a request that is wrong by itself."""
     return Refused(Reason.INVALID, message)
@@ -223,6 +232,16 @@ def shard_out(version_id: VersionId, shard: Publication) -> refit.WeightVersionS
 def shards_out(record: VersionRecord, moment: version.Moment) -> list[refit.WeightVersionShard]:
     """The shards of live workers, sorted by (source_slot_id, worker_id)."""
     return [shard_out(record.uid, shard) for shard in live_publications(record, moment)]
+
+
+def grant_out(version_id: VersionId, held: LeaseRecord) -> refit.VersionLease:
+    """A lease whose name says which of a worker's leases on the version it is, one after the other.
+
+    A return that arrives late then ends no later lease.
+    """
+    message = lease_out(version_id, held)
+    message.lease_id = f"{held.lease_id}.{held.granted_ms:x}"
+    return message
 
 
 def lease_out(version_id: VersionId, held: LeaseRecord) -> refit.VersionLease:

@@ -47,7 +47,7 @@ class Calls(LeaseCalls):
         self.clock.ms += self.takes_ms
         return self._answer(len(self.renewed_at_ms))
 
-    async def give_back(self, version_id: VersionId, lease_id: LeaseId, until_ms: int, clock: object) -> None:
+    async def give_back(self, version_id: VersionId, lease_id: LeaseId, clock: object) -> None:
         self.returned += 1
 
 

@@ -11,6 +11,7 @@ from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.server.settings import Settings
 from modelexpress_rl.server.stores.memory import MemoryStore
+from statemachines.ids import VersionId, WorkerId, lease_id_of
 from tests.server.api import (
     CHECKPOINT,
     GENERATOR,
@@ -97,7 +98,21 @@ class TestLeases:
         lease = (await acquire(api, ttl_ms=1_000)).lease
         server.clock.advance(1_000)
         await refused(renew(api, lease.lease_id), FAILED, "no live lease")
+        assert (await acquire(api)).lease.lease_id != lease.lease_id
+
+    async def test_a_late_return_ends_no_later_lease(self, server: Server, api: Api) -> None:
+        await api.make_ready()
+        await api.register("g", GENERATOR)
+        lease = (await acquire(api)).lease
         assert (await acquire(api)).lease.lease_id == lease.lease_id
+        assert await api.give_back(lease.lease_id, "g")
+        server.clock.advance(1)
+        later = (await acquire(api)).lease
+        assert not await api.give_back(lease.lease_id, "g")
+        assert (await api.status()).live_leases == 1
+        await refused(renew(api, lease.lease_id), FAILED, "not held by worker g")
+        await renew(api, later.lease_id)
+        assert await api.give_back(lease_id_of(VersionId("v"), WorkerId("g")), "g")  # as 0.7 says it
 
     async def test_a_renewal_needs_the_own_lease(self, api: Api) -> None:
         await api.make_ready()
