@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from statemachines import version, worker
-from statemachines.installation_records import Leased, Planned, Pulling
+from statemachines.installation_records import Leased, LeaseRenewed, Planned, Pulling
 from statemachines.kernel import Refused
+from statemachines.publication_records import Draining, Orphaned, Published
 from statemachines.version_records import (
     AcquireLease,
     Releasing,
@@ -120,6 +121,17 @@ def p4_leases_end(world: World) -> str | None:
     return f"lease {late[0]} outlives the drain deadline by more than a TTL" if late else None
 
 
+def p4_wanted_back_is_never_offered_again(one: Decided) -> str | None:
+    """A buffer that its owner wants back is on its way to the end, whatever comes between."""
+    before, after = one.before, one.after
+    if one.machine is not Machine.PUBLICATION or not isinstance(after.phase, Published):
+        return None
+    wanted = isinstance(before.phase, Draining) or (
+        isinstance(before.phase, Orphaned) and before.phase.released
+    )
+    return f"{after.slot_id} was wanted back, and is offered again" if wanted else None
+
+
 def p5_nothing_is_for_ever(world: World) -> str | None:
     """What is over by its deadline is not on file any more, once the clock has been looked at."""
     record = world.store.version
@@ -148,7 +160,18 @@ def p6_one_version_is_served(world: World) -> str | None:
 
 
 def p7_one_lease_one_end(one: Decided) -> str | None:
-    """A lease goes by its holder's return or by its deadline, and a lapsed one is not renewed."""
+    """A lease goes by its holder's return or by its deadline, and a lapsed one is not renewed.
+
+    The reader's own lease lapses by the reader's clock, and is not revived by a reply that comes late.
+    """
+    if one.machine is Machine.INSTALLATION:
+        before, after = one.before.working, one.after.working
+        revived = isinstance(one.event, LeaseRenewed) and isinstance(before, Leased) and before != after
+        return (
+            "a reader's lapsed lease was renewed"
+            if revived and one.moment >= before.lease_deadline_ms
+            else None
+        )
     if one.machine is not Machine.VERSION:
         return None
     before, after, now_ms = one.before.leases, one.after.leases, one.moment.now_ms
@@ -188,6 +211,7 @@ OF_WORLDS: Mapping[str, Callable[[World], str | None]] = {
     "P6": p6_one_version_is_served,
 }
 OF_DECISIONS: Mapping[str, Callable[[Decided], str | None]] = {
+    "P4": p4_wanted_back_is_never_offered_again,
     "P7": p7_one_lease_one_end,
     "P8": p8_repeats_are_harmless,
 }

@@ -3,7 +3,8 @@
 1. The bound of a separation counts from the end of the last registration that may have been applied,
    answered or not; after one that went unanswered the trainer registers again only once a question that
    changes nothing has been answered.
-2. An answer that comes from another record than the one it knows is `VersionLost` first.
+2. An answer that comes from another record than the one it knows is `VersionLost` first. Its bound is a
+   lease TTL from then: whoever read under the old record can't renew.
 3. `Drained` is said when a released version has answered a withdrawal with "done" or "not found", when
    it is retired, or when every lease that was live at a retraction must have lapsed.
 4. A refused announcement is `AnnounceRefused` only where none before went unanswered.
@@ -145,7 +146,7 @@ def _is_same_record(turn: Turn, i: int, reply: Reply) -> bool:
     """Whether the record that answers is the one we know; if it is another, take it on."""
     trainer = turn.trainer(i)
     if reply.record != trainer.record:
-        tell(turn, i, VersionLost(trainer.readers_gone_by_ms))
+        tell(turn, i, VersionLost(turn.now_ms + turn.world.config.lease_ttl_ms))
         turn.change_trainer(i, drained_at_ms=None)
         if reply.record is None:
             turn.change_trainer(i, separated=True)

@@ -11,6 +11,7 @@ from statemachines.ids import LeaseId, SlotId, VersionId
 from statemachines.installation_records import (
     InstallationRecord,
     Leased,
+    LeaseRenewed,
     Planned,
     Pulling,
     Serving,
@@ -18,7 +19,7 @@ from statemachines.installation_records import (
 )
 from statemachines.invariants import OF_DECISIONS, OF_WORLDS, broken_by, broken_in, violations
 from statemachines.lease import LeaseRecord
-from statemachines.publication_records import Publish, begin
+from statemachines.publication_records import Publish, Published, Reachable, begin
 from statemachines.rundown import Rundown
 from statemachines.version_records import (
     AcquireLease,
@@ -33,6 +34,7 @@ from statemachines.version_records import (
 )
 from statemachines.world import Config, World, start, step
 from statemachines.world_records import UID, Bytes, Decided, Generator, Machine, Step
+from tests.statemachines import examples_of_publication as pub
 from tests.statemachines import examples_of_version as ver
 
 L = LeaseId("l")
@@ -152,6 +154,14 @@ def test_p4_and_p5_what_stays_too_long_is_seen() -> None:
     )
 
 
+def test_p4_what_is_wanted_back_is_not_offered_again() -> None:
+    shown = pub.in_phase(Published(False))
+    for before, fine in ((pub.APART, True), (pub.APART_AND_WANTED, False), (pub.WAITING, False)):
+        one = Decided(Machine.PUBLICATION, before, Reachable(), 0, shown)
+        assert (OF_DECISIONS["P4"](one) is None) is fine
+    assert OF_DECISIONS["P4"](Decided(Machine.PUBLICATION, pub.WAITING, Reachable(), 0, pub.WAITING)) is None
+
+
 def decided(before: object, event: object, after: object, now_ms: int = 100) -> Decided:
     return Decided(Machine.VERSION, before, event, Moment(now_ms, ver.WORKERS), after)
 
@@ -177,6 +187,15 @@ RENEWED = ver.in_phase(Ready(ver.BOTH, ver.held((ver.G0, 300)), 50))
 def test_p7_every_end_of_a_lease_is_looked_at(one: Decided, words: str | None) -> None:
     found = OF_DECISIONS["P7"](one)
     assert (found is None) if words is None else (found is not None and words in found)
+
+
+def test_p7_a_reader_does_not_revive_its_own_lease() -> None:
+    held = InstallationRecord(working=Leased(UID, L, 100))
+    longer = InstallationRecord(working=Leased(UID, L, 200))
+    renewed = Decided(Machine.INSTALLATION, held, LeaseRenewed(200, frozenset()), 99, longer)
+    assert OF_DECISIONS["P7"](renewed) is None
+    late = Decided(Machine.INSTALLATION, held, LeaseRenewed(200, frozenset()), 100, longer)
+    assert OF_DECISIONS["P7"](late) == "a reader's lapsed lease was renewed"
 
 
 def test_p8_a_repeat_that_changes_something_is_seen() -> None:

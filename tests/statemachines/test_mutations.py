@@ -37,9 +37,8 @@ RESTS_ON = {
     "installation.last_read_was_protected absent": "P2",
     "installation.every_source_was_live absent": "P2",
     "installation.has_another_source always": "P2",
-    "installation.lease_is_live always": "P2",
+    "installation.lease_is_live always": "P7",
     "installation.staging_is_free absent": "P2",
-    "installation.sources_are_confirmed absent": "P2",
 }
 
 
