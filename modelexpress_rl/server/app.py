@@ -49,6 +49,8 @@ OPTIONS = (
     # gRPC cancels calls at random once 1,000 wait to be taken: fewer than the ranks that publish at once.
     ("grpc.server.max_pending_requests", MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING),
+    # Nor after 30 s of waiting: each call has its caller's deadline.
+    ("grpc.server_max_unrequested_time_in_server", 600),
     # A peer that is gone without a goodbye is noticed within 30 s; clients may ping every 5 s.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
