@@ -30,7 +30,7 @@ def interop_python() -> Path:
         pytest.skip(f"modelexpress {make_venv.VERSION} can't be installed here: {error}")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the pool's peers look for a token; empty at first."""
     path = tmp_path_factory.mktemp("token") / "token"
@@ -38,9 +38,9 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool(interop_python: Path, tmp_path_factory: pytest.TempPathFactory, token_file: Path) -> Iterator[Pool]:
-    """Peers for the whole run."""
+    """Peers for all tests of this folder."""
     tokens = {"MX_AUTH_TOKEN_PATH": str(token_file), "MX_AUTH_TOKEN_TTL_SECONDS": "0.001"}
     folder = tmp_path_factory.mktemp("peers")
     with contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ from typing import IO, Any
 import anyio.to_thread
 
 FOLDER = Path(__file__).parent
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 150.0
 _OURS = ("MX_", "MODEL_", "PYTHON", "LOCAL_RANK", "RANK", "VIRTUAL_ENV")
 
 
@@ -43,7 +43,7 @@ class Peer:
         self._reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
         self._reader.start()
 
-    def call(self, do: str, *, timeout_s: float = 45.0, **arguments: Any) -> Any:
+    def call(self, do: str, *, timeout_s: float = 90.0, **arguments: Any) -> Any:
         """Have the peer do something.
 
         Raises:
