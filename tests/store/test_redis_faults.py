@@ -19,6 +19,7 @@ pytest.importorskip("redis", reason="the extra 'redis' is not installed")
 
 from modelexpress_rl.server.stores.port import Change, Committed, Rejected, Resync, StoreUnavailable
 from modelexpress_rl.server.stores.redis import RedisStore, link, node, scripts
+from modelexpress_rl.server.stores.redis import changes as changes_module
 from tests.store.records import entry, published, retired, worker
 from tests.store.redis_server import RedisServer, free_port, until
 from tests.store.tcp_proxy import Proxy
@@ -527,7 +528,11 @@ class TestSharing:
 
 
 class TestTls:
-    async def test_both_sides_prove_who_they_are(self, start_redis: Start, tmp_path: Path) -> None:
+    async def test_both_sides_prove_who_they_are(
+        self, start_redis: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(node, "CONNECT_S", 10.0)
+        monkeypatch.setattr(changes_module, "CONNECT_S", 10.0)
         trustme = pytest.importorskip("trustme")
         authority, stranger = trustme.CA(), trustme.CA()
         authority.cert_pem.write_to_path(str(tmp_path / "ca"))
@@ -550,7 +555,7 @@ class TestTls:
         for address in (f"{place}/strangers&{mine}", f"{place}/ca"):
             async with opened(address) as store:
                 with pytest.raises(StoreUnavailable, match=r"can't be reached|broke the connection"):
-                    await store.now_ms()
+                    await store.now_ms()  # a stranger's certificate; none of one's own
 
 
 class TestEviction:
@@ -588,9 +593,7 @@ class TestChanges:
     async def test_one_who_subscribes_while_the_store_is_away_hears_of_it_later(
         self, start_redis: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from modelexpress_rl.server.stores.redis import changes as module
-
-        monkeypatch.setattr(module, "SUBSCRIBE_S", 0.2)
+        monkeypatch.setattr(changes_module, "SUBSCRIBE_S", 0.2)
         server = start_redis()
         await in_thread(server.kill)
         async with opened(server.address) as store, store.changes() as changes:
