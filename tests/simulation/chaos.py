@@ -234,6 +234,15 @@ class Chaos:
 
         yield Episode(at_s, for_s, "flush", begin, lambda: None)
 
+    def _held_streams(self, at_s: float, for_s: float) -> Iterator[Episode]:
+        network, monitor = self._world.network, self._world.monitor
+
+        def hold(holds: bool) -> None:
+            network.holds_streams = holds
+            monitor.disturb("")
+
+        yield Episode(at_s, for_s, "streams are held back", partial(hold, True), partial(hold, False))
+
     def _slow_reads(self, at_s: float, for_s: float) -> Iterator[Episode]:
         rng, hub = self._rng, self._world.hub
         wire = Wire(
@@ -308,6 +317,7 @@ _KINDS = {
     "stutter": 1.5,
     "store": 1.5,
     "flush": 0.5,
+    "held_streams": 0.7,
     "slow_reads": 2.0,
     "indecision": 1.0,
 }

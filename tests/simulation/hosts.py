@@ -486,7 +486,7 @@ class OrchestratorHost(Host):
     async def _keep_up(self, client: AsyncModelExpressControlClient) -> None:
         """What failed is done again, and what the store forgot is created again."""
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(2.0)
             for version in list(self.world.job.versions):
                 if version.releasing and not version.released:
                     await self._release(client, version)

@@ -24,6 +24,7 @@ class EventLog:
     """Lines with the virtual time and whom they are about; arguments must not change afterwards."""
 
     def __init__(self, loop: SimLoop) -> None:
+        self.closed = False
         self._loop = loop
         self._entries: list[tuple[float, str, str, tuple[Any, ...]]] = []
 
@@ -32,6 +33,8 @@ class EventLog:
 
     def add(self, who: str, text: str, *args: Any) -> None:
         """Note an event; `text` is a `%` format."""
+        if self.closed:
+            return
         self._entries.append((self._loop.time(), who, text, args))
 
     def lines(self) -> list[str]:

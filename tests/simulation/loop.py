@@ -84,6 +84,10 @@ class Process:
         """Let a dead process's tasks come to their end, so that nothing is left to the collector."""
         self.alive, self.paused = True, False
         self._release()
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel every task that has not ended."""
         for task in self._tasks:
             if not task.done():
                 task.cancel()
@@ -114,6 +118,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self._rng = rng
         self._now_s = 0.0
         self._at_this_time = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers_made = 0
         self.set_task_factory(_make_task)
         self.set_exception_handler(_note_failure)
 
@@ -128,6 +134,14 @@ class SimLoop(asyncio.BaseEventLoop):
         """Run a held callback soon."""
         self._ready.append(handle)
 
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._timers_made += 1
+        heapq.heappush(self._timers, (when, self._timers_made, timer))
+        return timer
+
     def in_world(self, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
         """Call later, in no process."""
         return self.call_later(delay_s, callback, *args, context=Context())
@@ -136,19 +150,17 @@ class SimLoop(asyncio.BaseEventLoop):
         raise AssertionError("a thread in a simulation")
 
     def _run_once(self) -> None:
-        ready, timers = self._ready, self._scheduled
-        while timers and timers[0]._cancelled:
-            self._timer_cancelled_count -= 1
-            heapq.heappop(timers)._scheduled = False
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
         if not ready:
             if not timers:
                 raise Deadlock("nobody is ready and no timer is set")
-            if timers[0]._when > self._now_s:
-                self._now_s = timers[0]._when
+            if timers[0][0] > self._now_s:
+                self._now_s = timers[0][0]
                 self._at_this_time = 0
-        while timers and timers[0]._when <= self._now_s:
-            timer = heapq.heappop(timers)
-            timer._scheduled = False
+        while timers and timers[0][0] <= self._now_s:
+            timer = heapq.heappop(timers)[2]
             if not timer._cancelled:
                 ready.append(timer)
         self.rounds += 1
@@ -174,14 +186,7 @@ class SimLoop(asyncio.BaseEventLoop):
         """There are none."""
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        if handle._scheduled:
-            self._timer_cancelled_count += 1
-            if self._timer_cancelled_count > 500 and self._timer_cancelled_count * 2 > len(self._scheduled):
-                for timer in self._scheduled:
-                    timer._scheduled = not timer.cancelled()
-                self._scheduled = [timer for timer in self._scheduled if not timer.cancelled()]
-                heapq.heapify(self._scheduled)
-                self._timer_cancelled_count = 0
+        """It stays where it is, and is passed over when its time comes."""
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """There is none."""

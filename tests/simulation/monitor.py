@@ -75,6 +75,7 @@ class Monitor:
         self.violations: list[Violation] = []
         self.closed = False
         self._reused: list[tuple[float, Lent]] = []
+        self._looked_at = False
         self._deadlines: dict[tuple[str, int], int] = {}
         self._left: set[tuple[str, int]] = set()
         self._records: dict[tuple[str, int, int], VersionRecord] = {}
@@ -112,13 +113,15 @@ class Monitor:
         lent.spoil()
         lent.gone.set()
         self._reused.append((self._world.loop.time(), lent))
-        self._check_buffers()
+        self._looked_at = False
 
     def owner_died(self, owner: str) -> None:
         """Its memory went with it, and can't be read."""
         self._reused = [one for one in self._reused if one[1].owner != owner]
 
     def _check_buffers(self) -> None:
+        """Called once more after each commit and each decision: nothing else lets anybody read."""
+        self._looked_at = True
         if self._reused and self._reused[0][0] < self._world.loop.time() - _LOOKED_AT_S:
             self._reused.pop(0)
         for _, lent in self._reused:
@@ -164,6 +167,7 @@ class Monitor:
                 "P2",
                 f"{host.life} took {uid}, whose last read ended {late_ms} ms after the lease",
             )
+        self._looked_at = False
         self._check_serving(host)
 
     def landed(self, reader: str, peer: str) -> None:
@@ -204,6 +208,7 @@ class Monitor:
     # P3: READY is complete and alive. P4, P7: leases.
 
     def _committed(self, commit: Commit) -> None:
+        self._looked_at = False
         if isinstance(commit.after, WorkerRecord) or isinstance(commit.before, WorkerRecord):
             self._worker_committed(commit)
             return
@@ -368,16 +373,16 @@ class Monitor:
     # After each round of callbacks.
 
     def check(self) -> None:
-        """All that can be broken without a commit or a decision."""
-        if self.violations:
-            return
-        loop = self._world.loop
-        if loop.failures:
-            self.fail("driver", loop.failures[0])
-            return
-        self._check_buffers()
+        """All that is broken by what has just happened."""
+        if not self._looked_at and not self.violations:
+            self._check_buffers()
+        world = self._world
+        if world.loop.failures:
+            self.fail("driver", world.loop.failures[0])
+
+    def check_backgrounds(self) -> None:
+        """That no background task of a client has crashed."""
         for host in self._world.generators:
-            self._check_serving(host)
             self._check_background(host, host.client and host.client._parts.background)
         for trainer in self._world.trainers:
             self._check_background(trainer, trainer.client and trainer.client._background)

@@ -63,6 +63,8 @@ class SimNetwork:
         self.replicas: dict[str, Peer] = {}
         self.workers: dict[str, Peer] = {}
         self.without_digests: set[str] = set()
+        self.holds_streams = False
+        """What lets calls through and nothing of streams, as some proxies do."""
         self.on_message: Callable[[str, str, str, str], None] = lambda phase, source, target, method: None
         self.on_request: Callable[[str, Any], None] = lambda method, request: None
         self.on_answer: Callable[[str, str, Any, Any], None] = lambda source, method, request, answer: None
@@ -96,6 +98,7 @@ class SimNetwork:
     def mend_all(self) -> None:
         self._cuts.clear()
         self.noise = Noise()
+        self.holds_streams = False
 
     def passes(self, source: str, target: str) -> bool:
         """Whether anything gets from one to the other."""
@@ -440,7 +443,7 @@ class _Stream(_Call):
     def _flow(self) -> None:
         if self._closed:
             return
-        if not self.back():
+        if not self.back() or self.network.holds_streams:
             self.later(0.2, self._flow)
             return
         for item in self._waiting:

@@ -76,7 +76,9 @@ class World:
         for host in self.hosts:
             host.start()
         self.chaos.play(self.chaos.plan())
-        await asyncio.sleep(self.options.chaos_s)
+        while self.loop.time() < self.options.chaos_s:
+            self.monitor.check_backgrounds()
+            await asyncio.sleep(0.5)
         self.make_calm()
         await self.until(
             self._last_is_served, 2 * self.options.reuse_bound_s + 10, "the last version is served"
@@ -116,6 +118,7 @@ class World:
             if self.loop.time() >= end_s:
                 self.monitor.fail("progress", f"not within {bound_s:.1f} s: {what}: {complaint}")
                 await asyncio.sleep(1e9)
+            self.monitor.check_backgrounds()
             await asyncio.sleep(0.1)
 
     async def _stop(self, hosts: list[Host], bound_s: float) -> None:
@@ -151,10 +154,13 @@ class World:
 
     def bury(self) -> Iterator[None]:
         """Let every task that is left come to its end."""
+        self.job.over = True
         for process in self.loop.processes:
             process.bury()
-        while not all(process.ended for process in self.loop.processes):
+        while left := [process for process in self.loop.processes if not process.ended]:
             yield
+            for process in left:
+                process.cancel()
 
 
 def simulate(
@@ -212,7 +218,7 @@ def _run(loop: SimLoop, world: World, script: Callable[[World], object] | None) 
 def _bury(loop: SimLoop, world: World) -> None:
     """After the verdict: nothing may be left to the collector, which would complain."""
     loop.after_event = lambda: None
-    world.monitor.closed = True
+    world.monitor.closed = world.log.closed = True
     world.network.replicas.clear()
     rounds = 0
 
@@ -220,9 +226,9 @@ def _bury(loop: SimLoop, world: World) -> None:
         nonlocal rounds
         for _ in world.bury():
             rounds += 1
-            if rounds > 3000:
-                return
-            await asyncio.sleep(0.05)
+            if rounds > 200:
+                raise AssertionError("some tasks do not end")
+            await asyncio.sleep(1.0)
 
     with suppress(Deadlock):
         loop.run_until_complete(ended())
