@@ -53,6 +53,7 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
     @unary
     async def GetServerInfo(self, request: v1.GetServerInfoRequest, context: Any) -> v1.GetServerInfoResponse:
         store = self._registry.store
+        now_ms = await store.now_ms()  # first: it notices that the store is another one
         return v1.GetServerInfoResponse(
             server_version=server_version(),
             store_kind=store.kind,
@@ -61,7 +62,7 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
             default_drain_deadline_ms=self._settings.drain_deadline_ms,
             retention_ms=self._settings.retention_ms,
             capabilities=CAPABILITIES,
-            now_unix_ms=await store.now_ms(),
+            now_unix_ms=now_ms,
         )
 
     @stream

@@ -128,8 +128,8 @@ class RedisCluster:
             node.start()
         width = 16_384 // len(self.nodes) + 1
         for number, node in enumerate(self.nodes):
-            last = min((number + 1) * width, 16_384) - 1
-            node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * width, last)
+            slots = range(number * width, min((number + 1) * width, 16_384))
+            node.client.execute_command("CLUSTER", "ADDSLOTS", *slots)
             node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in self.nodes[1:]:
             node.client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
