@@ -249,6 +249,8 @@ EXAMPLES = (
         )
     ),
     Example(ONE_READER, ReturnLease(lease_id(G0), G0), NOW, RETIRED, True),
+    Example(ONE_READER, ReturnLease(lease_id(G0), G0, granted_ms=0), NOW, RETIRED, True),
+    Example(ONE_READER, ReturnLease(lease_id(G0), G0, granted_ms=1), NOW, RELEASING, False),
     Example(ONE_READER, ReturnLease(lease_id(G1), G1), NOW, RELEASING, False),
     Example(LAPSED_READER, LeaseLapsed(lease_id(G0)), NOW, RETIRED, True),
     Example(ONE_READER, LeaseLapsed(lease_id(G0)), NOW, RELEASING, False),
