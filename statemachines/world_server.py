@@ -1,6 +1,7 @@
 """The control plane of the joint machine: how calls are served, and one step's scratch paper.
 
-As the real driver does, every command is decided after everything that is due has been settled.
+Every command is decided after everything that is due has been settled. The real driver does so at each
+command; here time passes in ticks only, so that it is enough to do it once in each.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Turn:
     @property
     def now_ms(self) -> int:
         """The time."""
-        return int(self._field("now_ms"))
+        now_ms: int = self._field("now_ms")
+        return now_ms
 
     @property
     def store(self) -> Store:
@@ -177,17 +179,15 @@ def settle(turn: Turn) -> None:
             decide_worker(turn, i, worker.Expire())
     found = turn.store.version
     for event in _due(turn, found) if found is not None else ():
-        decide_version(turn, event, settled=True)
+        decide_version(turn, event)
 
 
 def _due(turn: Turn, record: VersionRecord) -> tuple[Event, ...]:
     return version.due(record, moment_of(turn.now_ms, turn.store.workers))
 
 
-def decide_version(turn: Turn, event: Event, *, settled: bool = False) -> Refused | None:
+def decide_version(turn: Turn, event: Event) -> Refused | None:
     """Decide and commit one event of the version; erase it where the machine says so."""
-    if not settled:
-        settle(turn)
     record = turn.store.version
     if record is None:
         return Refused(Reason.NOT_FOUND, f"version {UID} is not known")
@@ -211,7 +211,7 @@ def decide_worker(turn: Turn, i: int, event: worker.Register | worker.Expire | w
     workers[i] = decided.after
     turn.change_store(workers=tuple(workers), lives=lives)
     if decided.effects:
-        decide_version(turn, WorkerExpired(record.worker_id), settled=True)
+        decide_version(turn, WorkerExpired(record.worker_id))
 
 
 def registration(turn: Turn) -> worker.Register:
@@ -223,7 +223,6 @@ def registration(turn: Turn) -> worker.Register:
 def serve(turn: Turn, call: Call) -> Reply:
     """Carry out a call that has arrived."""
     if call.kind is Kind.REGISTER:
-        settle(turn)
         decide_worker(turn, call.who, registration(turn))
         return _reply(turn, None)
     if call.kind is Kind.DRAIN:
@@ -248,7 +247,6 @@ def _event(turn: Turn, call: Call) -> Event:
 def _serve_drain(turn: Turn, call: Call) -> Reply:
     """Withdraw from a released version; retract from one that is not."""
     trainer = turn.trainer(call.who)
-    settle(turn)
     record = turn.store.version
     if record is not None and record.state in (VersionState.RELEASING, VersionState.RETIRED):
         return _reply(turn, decide_version(turn, WithdrawShard(trainer.slot_id, trainer.worker_id)))
