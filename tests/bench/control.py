@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store", nargs="+", choices=STORES, default=list(STORES), help="stores to measure (those here)"
     )
     parser.add_argument("--ranks", type=int, default=1024, help="publications of one version (%(default)s)")
-    parser.add_argument("--connections", type=int, default=1024, help="connections of all ranks (%(default)s)")
+    parser.add_argument("--connections", type=int, default=1024, help="of all ranks together (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions, medians count (%(default)s)")
     parser.add_argument("--watchers", type=int, default=1000, help="(%(default)s)")
     parser.add_argument("--workers", type=int, default=4096, help="for the heartbeats (%(default)s)")

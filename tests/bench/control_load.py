@@ -137,6 +137,7 @@ class Watchers:
         self.revisions: list[int] = [0] * count
         self.came_s: list[float] = [0.0] * count
         self._first = asyncio.Semaphore(0)
+        self._awaited, self._lack, self._all_saw = 0, 0, asyncio.Event()
         request = v1.WatchVersionRequest(version_id=uid, heartbeat_ms=heartbeat_ms)
         for n in range(count):
             call = ranks[n % len(ranks)].control.WatchVersion(request)
@@ -150,6 +151,10 @@ class Watchers:
                 if self.revisions[n] == 0:
                     self._first.release()
                 self.came_s[n] = time.perf_counter()
+                if self.revisions[n] < self._awaited <= revision:
+                    self._lack -= 1
+                    if not self._lack:
+                        self._all_saw.set()
                 self.revisions[n] = revision
 
     async def opened(self) -> None:
@@ -159,9 +164,12 @@ class Watchers:
 
     async def all_saw(self, revision: int, within_s: float = 30.0) -> None:
         """Every stream has told of `revision`."""
-        async with asyncio.timeout(within_s):
-            while min(self.revisions) < revision:
-                await asyncio.sleep(0.001)
+        self._awaited = revision
+        self._lack = sum(seen < revision for seen in self.revisions)
+        if self._lack:
+            self._all_saw.clear()
+            async with asyncio.timeout(within_s):
+                await self._all_saw.wait()
 
     async def close(self) -> None:
         for call in self._calls:

@@ -208,7 +208,6 @@ class TestReadiness:
         assert (await ops.get("/readyz")) == (200, "ok\n")
         assert {await ops.health(service) for service in services} == {SERVING}
 
-
     async def test_it_starts_without_its_store_and_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def away() -> None:
             raise StoreUnavailable("nobody listens there")
