@@ -74,14 +74,14 @@ class _Watcher:
     def __init__(self) -> None:
         self.changed: dict[VersionId, Told | None] = {}
         self.resync = False
-        self.arrived = anyio.Event()
+        self.arrived = asyncio.Event()
 
     def offer(self, uid: VersionId, status: Told | None) -> None:
         self.changed[uid] = status
         self.arrived.set()
 
     def take(self) -> dict[VersionId, Told | None]:
-        self.arrived = anyio.Event()
+        self.arrived = asyncio.Event()
         taken, self.changed = self.changed, {}
         return taken
 
