@@ -6,7 +6,6 @@ the first reads are verified while later ones run and later digests are made.
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from modelexpress_rl.errors import ModelExpressError
 from modelexpress_rl.inference.planning import Chunk, ReadPlan
 from modelexpress_rl.inference.sources import Fetched, SourceFetcher, VersionSources
 from modelexpress_rl.inference.staging import Arena
+from modelexpress_rl.quiet_threads import THREADS, run_quietly
 from modelexpress_rl.reshard.geometry import DIGEST_BYTES, Bytes
 from modelexpress_rl.reshard.verify import Verified, Verifier
 
@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 _INLINE_BYTES = 256 << 10  # below this, verifying takes less than handing it to a thread
 _INLINE_PIECES = 512  # the same for making a verifier
-_THREADS = min(4, os.cpu_count() or 1)
 
 
 class _Pending:
@@ -69,7 +68,7 @@ class Checks:
         self._sources = sources
         self._fetcher = fetcher
         self._pending = {source: _Pending() for source in reads.plan.source_bytes}
-        self._threads = anyio.CapacityLimiter(_THREADS)
+        self._threads = anyio.CapacityLimiter(THREADS)
 
     async def fetch(self, deadline: float) -> None:
         """Fetch the digests of every source side by side; a failure is raised by its chunks' checks."""
@@ -91,7 +90,7 @@ class Checks:
         check = partial(pending.verifier.verify, arena.memory, pending.digests, chunk.rows)
         if chunk.total_bytes < _INLINE_BYTES:
             return check()
-        return await anyio.to_thread.run_sync(check, limiter=self._threads)
+        return await run_quietly(check, self._threads)
 
     async def _fetch_one(self, fetched: Fetched, pending: _Pending, deadline: float) -> None:
         source, table = fetched.manifest.source, fetched.manifest.manifest.table

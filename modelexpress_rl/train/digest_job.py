@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import anyio
-import anyio.to_thread
 import numpy as np
 
 from modelexpress_rl.errors import StateError
+from modelexpress_rl.quiet_threads import run_quietly
 from modelexpress_rl.reshard.digests import digest_table, encode_digests
 from modelexpress_rl.reshard.geometry import ShardTable
 from modelexpress_rl.reshard.grid import LEVELS, SLABS, Selection
@@ -131,7 +131,9 @@ class DigestJob:
             return
         limiter = anyio.CapacityLimiter(self._threads)
         try:
-            hasher = await anyio.to_thread.run_sync(source.hasher, limiter=limiter)
+            hasher = await run_quietly(source.hasher, limiter)
+            if self._ended():
+                return
             made = self._made = _Made(hasher, self._ended)
             self._looked.set()
             async with anyio.create_task_group() as group:
@@ -212,7 +214,7 @@ class DigestJob:
             elif not part.begun:
                 part.begun = True
                 try:
-                    await anyio.to_thread.run_sync(part.hash_it, limiter=limiter)
+                    await run_quietly(part.hash_it, limiter)
                 except Exception as error:  # noqa: BLE001 (raised to those who ask)
                     part.end(error)
                 else:

@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from modelexpress_rl import quiet_threads
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard.geometry import Bytes, Shard, ShardTable
@@ -198,7 +199,7 @@ class Stager:
     def _digests(self, layout: _Layout, manifest: WeightVersionShardManifest) -> DigestJob | None:
         if not self._with_digests:
             return None
-        return DigestJob(layout.digests, manifest.digest, threads=THREADS)
+        return DigestJob(layout.digests, manifest.digest, threads=quiet_threads.THREADS)
 
 
 class OneStaging:

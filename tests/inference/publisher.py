@@ -17,6 +17,8 @@ from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard.digests import digest_table, encode_digests
 from modelexpress_rl.reshard.geometry import Shard, ShardTable
+from modelexpress_rl.reshard.grid import LEVELS, SLABS, Selection
+from modelexpress_rl.reshard.hashing import ShardDigests, ShardHasher, encode_answer
 from modelexpress_rl.rpc import ControlPlane
 from modelexpress_rl.rpc.endpoint import EndpointServer
 from modelexpress_rl.transport.port import Agent, Region
@@ -43,6 +45,8 @@ class Published:
     manifest: bytes
     digest: str
     digests: bytes | None
+    hasher: ShardHasher | None = None
+    hashed: ShardDigests | None = None
     calls: list[str] = field(default_factory=list)
 
 
@@ -58,6 +62,10 @@ class Publisher:
         self.model_name = model_name
         self.served: dict[tuple[str, str], Published] = {}
         self.calls: list[str] = []
+        # "selected" as trainers answer now; "whole" as one does that knows no selection, "other grid" as
+        # one does whose grid is another.
+        self.digests_are = "selected"
+        self.damages_digests = False
         self.answering = anyio.Event()
         self.answering.set()
         self._ttl_s = ttl_s
@@ -112,12 +120,16 @@ class Publisher:
             self._registered.add(regions)
         table = ShardTable.build(rows)
         data = manifests.encode(manifests.Manifest(self.agent.name, "", await self.agent.metadata(), table))
-        encoded = None
+        published = self.served[version, slot] = Published(data, manifests.digest(data), None)
         if digests:
             flat = [h.data.reshape(-1).view(np.uint8) for h in held]
-            encoded = encode_digests(digest_table(table, lambda row: flat[row]), manifests.digest(data))
-        self.served[version, slot] = Published(data, manifests.digest(data), encoded)
-        return self.served[version, slot]
+            whole_table = digest_table(table, lambda row: flat[row])
+            published.digests = encode_digests(whole_table, published.digest)
+            hasher = published.hasher = ShardHasher(table, lambda row: flat[row], fixed=False)
+            published.hashed = ShardDigests(hasher)
+            for unit in range(len(hasher.units)):
+                hasher.hash_slabs(unit, published.hashed, lambda: False)
+        return published
 
     async def announce(self, version: str, slot: str, *, digest: str | None = None) -> None:
         shard = refit.WeightVersionShard(
@@ -176,9 +188,31 @@ class _Digests(modelexpress_rl_grpc.RefitWorkerDigestServiceBase):
 
         request = await stream.recv_message()
         self._publisher.calls.append("digests")
-        found = self._publisher.served[request.version_id, request.source_slot_id].digests
+        published = self._publisher.served[request.version_id, request.source_slot_id]
+        found = published.digests
         if found is None:
             raise GRPCError(Status.NOT_FOUND, "no digests")
+        if request.HasField("selection") and self._publisher.digests_are == "other grid":
+            raise GRPCError(Status.INVALID_ARGUMENT, "another grid")
+        if request.HasField("selection") and self._publisher.digests_are == "selected":
+            found = _selected(published, request.selection)
+        if self._publisher.damages_digests:
+            found = found[:-1] + bytes([found[-1] ^ 1])
         await stream.send_message(
             v1.GetShardDigestsResponse(digests=found, sha256=hashlib.sha256(found).hexdigest())
         )
+
+
+def _selected(published: Published, wanted: v1.DigestSelection) -> bytes:
+    hasher, hashed = published.hasher, published.hashed
+    assert hasher is not None
+    assert hashed is not None
+    rows = hasher.grid.count.shape[1]
+    bitmaps = [wanted.slabs, wanted.bands, wanted.tiles]
+    selection = Selection.of_bitmaps(wanted.first_row, wanted.row_count, bitmaps, rows)
+    for level in range(SLABS + 1, LEVELS):
+        there = selection.wanted[level] & (hasher.grid.count[level, selection.rows] > 0)
+        hasher.hash_parts(
+            level, (selection.first_row + np.flatnonzero(there)).tolist(), hashed, lambda: False
+        )
+    return encode_answer(hashed.gather(selection), selection, published.digest)

@@ -20,6 +20,7 @@ from modelexpress_rl.errors import (
     Unavailable,
 )
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
+from modelexpress_rl.reshard import verify
 from tests.inference.publisher import Published, Publisher, create_version, whole
 from tests.inference.world import Model, World, as_bytes, halves, true_soon, weights
 
@@ -264,14 +265,46 @@ async def test_a_hostile_manifest_is_refused_by_name(world: World, served: bytes
         await client.stage_weight("v1")
 
 
-async def test_damaged_digests_are_refused_by_name(world: World) -> None:
+@pytest.mark.parametrize("digests_are", ["selected", "whole", "other grid"])
+async def test_bytes_are_verified_whatever_the_publisher_answers(world: World, digests_are: str) -> None:
+    trainer = await world.trainer()
+    trainer.digests_are = digests_are
+    client = await world.generator(Model(), max_transfer_attempts=1)
+    for version in ("v1", "v2"):
+        await create_version(world.control, version, ["s0"])
+        await trainer.publish(version, "s0", whole(weights(int(version[1:]))))
+        staged = await client.stage_weight(version)
+        assert staged.metrics["verified_bytes"] == staged.metrics["bytes"] > 0
+        assert staged.metrics["unverified_bytes"] == 0
+        await staged.release()
+    await create_version(world.control, "v3", ["s0"])
+    held = whole(weights(3))
+    await trainer.publish("v3", "s0", held)
+    held[0].data.reshape(-1)[0] += 1  # lent, and written all the same
+    with pytest.raises(DigestMismatch, match=r"v3.*t0.*not what"):
+        await client.stage_weight("v3")
+
+
+async def test_digests_come_in_the_order_of_the_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "ASK_BYTES", 1024)
+    monkeypatch.setattr(verify, "MAX_ASK_BYTES", 1024)
     trainer = await world.trainer()
     client = await world.generator(Model())
     await create_version(world.control, "v1", ["s0"])
-    published = await trainer.serve("v1", "s0", whole(weights(1)))
-    assert published.digests is not None
-    published.digests = published.digests[:-1] + bytes([published.digests[-1] ^ 1])
-    await trainer.announce("v1", "s0")
+    await trainer.publish("v1", "s0", whole(weights(1)))
+    staged = await client.stage_weight("v1")
+    assert staged.metrics["unverified_bytes"] == 0
+    assert trainer.calls.count("digests") > 1
+
+
+@pytest.mark.parametrize("digests_are", ["selected", "whole"])
+async def test_damaged_digests_are_refused_by_name(world: World, digests_are: str) -> None:
+    trainer = await world.trainer()
+    trainer.digests_are = digests_are
+    client = await world.generator(Model())
+    await create_version(world.control, "v1", ["s0"])
+    trainer.damages_digests = True
+    await trainer.publish("v1", "s0", whole(weights(1)))
     with pytest.raises(ManifestError, match=r"version v1: worker 't0'.*digests"):
         await client.stage_weight("v1")
 
