@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import Self, TypeVar
 
+from modelexpress_rl import arguments
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.blocking import BlockingIterator, Portal
@@ -87,15 +88,17 @@ class AsyncModelExpressControlClient:
             RpcError: INVALID_ARGUMENT, or ALREADY_EXISTS where the key or uid stands for another
                 request; NOT_FOUND and FAILED_PRECONDITION concern the base version.
         """
+        payload = arguments.choice(WeightPayloadFormat, "payload_format", payload_format)
+        slots = () if expected_source_slots is None else expected_source_slots
         request = refit.CreateWeightVersionRequest(
-            model_name=model_name,
-            idempotency_key=idempotency_key,
-            payload_format=payload_format_to_pb(WeightPayloadFormat(payload_format)),
-            base_version_id=base_version_id,
-            expected_source_slots=tuple(expected_source_slots or ()),
+            model_name=arguments.text("model_name", model_name),
+            idempotency_key=arguments.text("idempotency_key", idempotency_key),
+            payload_format=payload_format_to_pb(payload),
+            base_version_id=_text_or_none("base_version_id", base_version_id),
+            expected_source_slots=arguments.texts("expected_source_slots", slots),
             object_storage=object_storage_to_pb(object_storage) if object_storage else None,
-            state=state_to_pb(WeightVersionState(state)),
-            uid=uid,
+            state=state_to_pb(arguments.choice(WeightVersionState, "state", state)),
+            uid=_text_or_none("uid", uid),
         )
         answer = await self._retried(partial(self._plane.create_weight_version, request))
         return weight_version_from_pb(answer.version)
@@ -119,7 +122,7 @@ class AsyncModelExpressControlClient:
             RpcError: FAILED_PRECONDITION for a step back, or for READY with slots: their publications
                 make it READY.
         """
-        number = state_to_pb(WeightVersionState(state))
+        number = state_to_pb(arguments.choice(WeightVersionState, "state", state))
         request = refit.UpdateWeightVersionStateRequest(uid=_id(version_id), state=number)
         answer = await self._retried(partial(self._plane.update_weight_version_state, request))
         return weight_version_from_pb(answer.version)
@@ -143,7 +146,9 @@ class AsyncModelExpressControlClient:
         Raises:
             RpcError: NOT_FOUND; UNIMPLEMENTED from a server of 0.7: use `delete_weight_version`.
         """
-        deadline_ms = None if drain_deadline_s is None else round(drain_deadline_s * 1000)
+        deadline_ms = None
+        if drain_deadline_s is not None:
+            deadline_ms = round(1000 * arguments.seconds("drain_deadline_s", drain_deadline_s, or_zero=True))
         request = v1.ReleaseVersionRequest(version_id=_id(version_id), drain_deadline_ms=deadline_ms)
         answer = await self._retried(partial(self._plane.release_version, request))
         return version_status_from_pb(answer.status)
@@ -188,7 +193,8 @@ class AsyncModelExpressControlClient:
         Raises:
             RpcError: UNIMPLEMENTED from a server of 0.7, which can't list.
         """
-        request = v1.ListWorkersRequest(model_name=model_name or "", include_expired=include_expired)
+        model = arguments.text("model_name", "" if model_name is None else model_name)
+        request = v1.ListWorkersRequest(model_name=model, include_expired=include_expired)
         answer = await self._retried(partial(self._plane.list_workers, request))
         return [worker_status_from_pb(each) for each in answer.workers]
 
@@ -214,7 +220,7 @@ class AsyncModelExpressControlClient:
             self._plane,
             _id(version_id),
             _state(state),
-            timeout_s=timeout,
+            timeout_s=arguments.seconds("timeout", timeout, or_zero=True, or_for_ever=True),
             wait_for_creation=wait_for_creation,
             policy=self._policy,
         )
@@ -239,8 +245,10 @@ class AsyncModelExpressControlClient:
         """As `watch`, for all versions of a model; it does not end by itself.
 
         Raises:
+            UsageError: at once: that is no model's name.
             RpcError: from the iterator: UNIMPLEMENTED from a server of 0.7.
         """
+        model_name = arguments.name("model_name", model_name)
         return watching.watch_model(self._plane, model_name, policy=self._policy)
 
     async def close(self) -> None:
@@ -257,8 +265,8 @@ class AsyncModelExpressControlClient:
         self, model_name: str | None, states: Iterable[VersionState | str]
     ) -> list[v1.ListedVersion]:
         request = v1.ListVersionsRequest(
-            model_name=model_name or "",
-            states=[version_state_to_pb(VersionState(state)) for state in states],
+            model_name=arguments.text("model_name", "" if model_name is None else model_name),
+            states=[version_state_to_pb(arguments.choice(VersionState, "states", state)) for state in states],
         )
         listed: list[v1.ListedVersion] = []
         while True:
@@ -401,4 +409,8 @@ def _state(state: VersionState | WeightVersionState | str) -> VersionState | Wei
         return state
     with contextlib.suppress(ValueError):
         return WeightVersionState(state)
-    return VersionState(state)
+    return arguments.choice(VersionState, "state", state)
+
+
+def _text_or_none(what: str, value: str | None) -> str | None:
+    return None if value is None else arguments.text(what, value)

@@ -22,6 +22,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
+from modelexpress_rl import arguments
 from modelexpress_rl.errors import DeadlineExceeded, ModelExpressError, StateError, UsageError
 from modelexpress_rl.rpc import watch as watching
 from modelexpress_rl.rpc.clients import ControlPlane
@@ -108,9 +109,9 @@ class ReadinessMonitor:
         """As `wait_until_ready`, for any state."""
         return await watching.wait_for_state(
             self._plane,
-            version_id,
+            arguments.name("version_id", version_id),
             state,
-            timeout_s=timeout_s,
+            timeout_s=arguments.seconds("timeout_s", timeout_s, or_zero=True, or_for_ever=True),
             wait_for_creation=wait_for_creation,
             policy=self._policy,
         )
@@ -151,7 +152,10 @@ class ReadinessMonitor:
             RpcError: NOT_FOUND, with `wait_for_creation=False`; UNAVAILABLE where the server stays away.
         """
         watch = watching.watch_version(
-            self._plane, version_id, wait_for_creation=wait_for_creation, policy=self._policy
+            self._plane,
+            arguments.name("version_id", version_id),
+            wait_for_creation=wait_for_creation,
+            policy=self._policy,
         )
         previous: VersionStatus | None = None
         async with contextlib.aclosing(watch) as statuses:
@@ -166,6 +170,7 @@ class ReadinessMonitor:
             RpcError: UNIMPLEMENTED from a server of 0.7, which can't list the versions of a model: name
                 them to `version_events`; UNAVAILABLE where the server stays away.
         """
+        model_name = arguments.name("model_name", model_name)
         watch = watching.watch_model(self._plane, model_name, policy=self._policy)
         previous: dict[str, VersionStatus] = {}
         async with contextlib.aclosing(watch) as statuses:
@@ -195,6 +200,10 @@ class ReadinessMonitor:
         """
         if (version_id is None) == (model_name is None):
             raise UsageError("give either version_id or model_name")
+        if version_id is not None:
+            arguments.name("version_id", version_id)
+        if model_name is not None:
+            arguments.name("model_name", model_name)
         if self._group is None:
             raise StateError("subscribe inside of the monitor's `async with` block")
         what = f"version {version_id!r}" if version_id is not None else f"model {model_name!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from modelexpress_rl.errors import UsageError
+from modelexpress_rl import arguments
 from modelexpress_rl.object_storage import ObjectStorageSource
 
 
@@ -72,14 +72,13 @@ class WeightVersionRef:
     """Names a version.
 
     Raises:
-        UsageError: `version_id` is not a string, or is blank.
+        UsageError: `version_id` is not a string that can be sent, is blank, or too long.
     """
 
     version_id: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.version_id, str) or not self.version_id.strip():
-            raise UsageError(f"version_id must be a non-blank string, not {self.version_id!r}")
+        arguments.name("version_id", self.version_id)
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,8 @@ class AsyncModelExpressGeneratorClient:
         For whoever writes the weights in a thread of its choice: `write` the job, then `end_install`.
         """
         self._check()
+        if not isinstance(staged, AsyncStagedWeightHandle):
+            raise StateError(f"apply_weight: expected a handle of stage_weight, got {type(staged).__name__}")
         job = self._jobs.get(staged)
         if job is None:
             if staged.applied:
@@ -343,7 +345,7 @@ class _Staging:
 
 
 def _version_id(version: WeightVersionRef | WeightVersion | str) -> VersionId:
-    if isinstance(version, str):
+    if not isinstance(version, (WeightVersionRef, WeightVersion)):
         version = WeightVersionRef(version)
     return VersionId(version.version_id)
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modelexpress_rl import envs
+from modelexpress_rl import arguments, envs
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.inference.adapter import GeneratorEngineContext
 from modelexpress_rl.object_storage import ObjectStorageGeneratorConfig
@@ -66,21 +66,25 @@ class GeneratorSettings:
         """
         if config.engine_context is None:
             raise UsageError("engine_context: expected the engine to install into, got None")
+        if not hasattr(config.engine_context, "create_adapter"):
+            raise UsageError(
+                "engine_context: expected a context, such as TorchGeneratorContext(module), "
+                f"got {arguments.shown(config.engine_context)}"
+            )
         if config.object_storage is not None:
             raise UsageError("object_storage: reading versions from object storage is not implemented yet")
         model_name = config.model_name or envs.model_name()
-        if model_name is None or not model_name.strip():
+        if model_name is None or (isinstance(model_name, str) and not model_name.strip()):
             raise UsageError("model_name: expected a name, in the configuration or in MODEL_NAME")
+        arguments.name("model_name", model_name)
         _require_trainer(config.source_order)
-        _whole("max_replay_chain_length", config.max_replay_chain_length, 1, 1 << 20)
+        arguments.whole("max_replay_chain_length", config.max_replay_chain_length, 1, 1 << 20)
         worker_id = uuid.uuid4().hex[:8] if config.worker_id is None else config.worker_id
-        if not worker_id.strip():
-            raise UsageError("worker_id: expected a name that is not blank, or None")
+        arguments.name("worker_id", worker_id)
         initial = config.initial_serving_version_id
-        if initial is not None and not initial.strip():
-            raise UsageError("initial_serving_version_id: expected a version, or None")
-        if not 0 < config.rpc_timeout_seconds < float("inf"):
-            raise UsageError(f"rpc_timeout_seconds: expected more than 0, got {config.rpc_timeout_seconds!r}")
+        if initial is not None:
+            arguments.name("initial_serving_version_id", initial)
+        rpc_timeout_s = float(arguments.seconds("rpc_timeout_seconds", config.rpc_timeout_seconds))
         registration_ttl_s = config.registration_ttl_seconds
         if registration_ttl_s is None:
             registration_ttl_s = envs.registration_ttl_s()
@@ -91,12 +95,12 @@ class GeneratorSettings:
             worker_id=WorkerId(worker_id),
             server_url=config.server_url or envs.server_url(),
             server_url_name="server_url" if config.server_url else envs.server_url_name(),
-            registration_ttl_s=_whole("registration_ttl_seconds", registration_ttl_s, 1, 1 << 31),
-            lease_ttl_s=_whole("lease_ttl_seconds", lease_ttl_s, 1, 1 << 31),
-            max_transfer_attempts=_whole(
+            registration_ttl_s=arguments.whole("registration_ttl_seconds", registration_ttl_s, 1, 1 << 31),
+            lease_ttl_s=arguments.whole("lease_ttl_seconds", lease_ttl_s, 1, 1 << 31),
+            max_transfer_attempts=arguments.whole(
                 "max_transfer_attempts", config.max_transfer_attempts, 1, MAX_ATTEMPTS
             ),
-            rpc_timeout_s=float(config.rpc_timeout_seconds),
+            rpc_timeout_s=rpc_timeout_s,
             transfer_timeout_s=envs.transfer_timeout_s(),
             initial_serving_version_id=None if initial is None else VersionId(initial),
         )
@@ -107,13 +111,7 @@ def _require_trainer(order: Sequence[WeightSource | str] | None) -> None:
     name = "MX_GENERATOR_SOURCE_ORDER" if order is None else "source_order"
     try:
         sources = [WeightSource(each) for each in (envs.generator_source_order() if order is None else order)]
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"{name}: expected names out of {', '.join(WeightSource)}: {error}") from error
     if sources and WeightSource.TRAINER not in sources:
         raise UsageError(f"{name}: only TRAINER is implemented yet, got {', '.join(sources)}")
-
-
-def _whole(name: str, value: int, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise UsageError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
-    return value

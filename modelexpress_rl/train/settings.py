@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from modelexpress_rl import envs
+from modelexpress_rl import arguments, envs
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.object_storage import ObjectStorageConfig
 from modelexpress_rl.rpc import Address, parse_addresses
@@ -16,6 +16,9 @@ from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerEngin
 from modelexpress_rl.version import WeightPayloadFormat
 
 E = TypeVar("E", bound=StrEnum)
+
+MAX_DEVICE_INDEX = 65_535
+MAX_TTL_S = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +58,29 @@ def resolve(config: ModelExpressTrainerConfig) -> TrainerSettings:
     mode = mode or TrainerStagingMode(envs.trainer_staging_mode())
     payload = payload or envs.weight_payload_format()
     _refuse_contradictions(mode, payload, storage)
-    worker_id = config.worker_id or uuid.uuid4().hex[:8]
+    worker_id = arguments.name("worker_id", config.worker_id or uuid.uuid4().hex[:8])
     device_index = envs.local_rank() if config.device_id is None else config.device_id
+    if device_index is not None:
+        arguments.whole("device_id", device_index, 0, MAX_DEVICE_INDEX)
     if storage is None:
         _require_for_transport(config.engine_context, device_index)
     return TrainerSettings(
         model_name=_given("model_name", config.model_name or envs.model_name(), "MODEL_NAME"),
         worker_id=worker_id,
-        agent_name=config.agent_name or f"trainer-{worker_id}-{socket.gethostname()}",
+        agent_name=arguments.name(
+            "agent_name", config.agent_name or f"trainer-{worker_id}-{socket.gethostname()}"
+        ),
         address=parse_addresses(url, what="server_url" if config.server_url else envs.server_url_name()),
         staging_mode=mode,
         payload_format=payload,
         registration_ttl_s=_ttl_s(config.registration_ttl_seconds),
-        rpc_timeout_s=_positive("rpc_timeout_seconds", config.rpc_timeout_seconds),
-        release_grace_s=_positive("release_grace_seconds", config.release_grace_seconds, or_zero=True),
-        close_timeout_s=_positive("close_timeout_seconds", config.close_timeout_seconds),
-        max_lease_ttl_s=_positive("max_lease_ttl_seconds", config.max_lease_ttl_seconds),
-        staging_timeout_s=_positive("staging_timeout_seconds", config.staging_timeout_seconds),
+        rpc_timeout_s=arguments.seconds("rpc_timeout_seconds", config.rpc_timeout_seconds),
+        release_grace_s=arguments.seconds(
+            "release_grace_seconds", config.release_grace_seconds, or_zero=True
+        ),
+        close_timeout_s=arguments.seconds("close_timeout_seconds", config.close_timeout_seconds),
+        max_lease_ttl_s=arguments.seconds("max_lease_ttl_seconds", config.max_lease_ttl_seconds),
+        staging_timeout_s=arguments.seconds("staging_timeout_seconds", config.staging_timeout_seconds),
         object_storage=storage,
         engine_context=config.engine_context,
         device_index=device_index,
@@ -106,28 +115,19 @@ def _require_for_transport(context: TrainerEngineContext | None, device_index: i
 def _enum(kind: type[E], name: str, value: E | str | None) -> E | None:
     if value is None:
         return None
-    try:
-        member = kind(value)
-    except ValueError:
-        raise UsageError(f"{name}: expected one of {', '.join(kind)}, got {value!r}") from None
+    member = arguments.choice(kind, name, value)
     return None if member.value == "UNSPECIFIED" else member
 
 
 def _given(name: str, value: str | None, variable: str) -> str:
-    if value is None or not value.strip():
+    if value is None or (isinstance(value, str) and not value.strip()):
         raise UsageError(f"{name}: not set, and neither is {variable}")
-    return value
+    return arguments.name(name, value)
 
 
-def _ttl_s(value: int | None) -> int:
+def _ttl_s(value: float | None) -> int:
     if value is None:
         return envs.registration_ttl_s()
-    if isinstance(value, bool) or value != int(value) or value < 1:
-        raise UsageError(f"registration_ttl_seconds: expected a whole number of at least 1, got {value!r}")
-    return int(value)
-
-
-def _positive(name: str, value: float, *, or_zero: bool = False) -> float:
-    if not (value > 0 or (or_zero and value == 0)) or value == float("inf"):
-        raise UsageError(f"{name}: expected a positive number of seconds, got {value!r}")
-    return value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return arguments.whole("registration_ttl_seconds", value, 1, MAX_TTL_S)

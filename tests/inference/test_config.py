@@ -11,7 +11,13 @@ from modelexpress_rl.errors import UsageError
 from modelexpress_rl.inference.config import GeneratorSettings, ModelExpressGeneratorConfig
 from modelexpress_rl.object_storage import ObjectStorageGeneratorConfig, ObjectStorageType
 
-ENGINE: Any = object()
+
+class Engine:
+    def create_adapter(self) -> Any:
+        raise AssertionError("not reached")
+
+
+ENGINE = Engine()
 
 
 def settings(**fields: Any) -> GeneratorSettings:

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 
+from modelexpress_rl import arguments
 from modelexpress_rl.background import Background
 from modelexpress_rl.errors import StateError, UsageError
 from modelexpress_rl.timing import RefitRecord
@@ -72,7 +73,7 @@ class FullTensorMethod:
             raise UsageError("tensors: expected the tensors to bind, got None")
         if self._bound:
             raise StateError("bind_tensors: tensors are bound already, and stay bound until close")
-        slot_id = self._engine().bind_tensors(tensors)
+        slot_id = _slot(self._engine().bind_tensors(tensors))
         self._bound = True
         return slot_id
 
@@ -97,7 +98,7 @@ class FullTensorMethod:
             raise UsageError("hf_tensor_iter: only a trainer with object_storage reads it; give tensors")
         with record.stage("source_preparation"):
             adapter = self._engine() if tensors is None else self._engine_for(tensors)
-            slot_id, content = adapter.source_slot_id, _Content(self._mode, adapter.content())
+            slot_id, content = _slot(adapter.source_slot_id), _Content(self._mode, adapter.content())
         publication, is_new = self._publications.begin(version_id, slot_id, content)
         if not is_new:
             await wait_for(publication.publish_ready, self._staging_timeout_s, str(publication))
@@ -178,6 +179,11 @@ class FullTensorMethod:
                 publication,
                 others[0],
             )
+
+
+def _slot(slot_id: str) -> str:
+    """An engine's slot, once it is known that it can be sent."""
+    return arguments.name("the slot of the tensors", slot_id)
 
 
 @dataclass(frozen=True, slots=True)
