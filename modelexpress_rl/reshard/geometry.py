@@ -22,6 +22,7 @@ UInt = NDArray[np.uint64]
 Bool = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
 
+MAX_NAME_CHARS = 1024
 MAX_RANK = 16
 MAX_EXTENT = 1 << 48
 MAX_TENSOR_BYTES = 1 << 62
@@ -194,13 +195,18 @@ def tensor_table(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> TensorT
     """Make a tensor table of (name, dtype, global shape).
 
     Raises:
-        UsageError: a name appears twice, a dtype is unknown or a shape is out of range.
+        UsageError: a name appears twice or is none, a dtype is unknown or a shape is out of range.
     """
     names = tuple(name for name, _, _ in tensors)
     index = {name: i for i, name in enumerate(names)}
     if len(index) != len(names):
         raise UsageError(f"tensor {next(n for n in names if names.count(n) > 1)!r} appears twice")
     for name, dtype, shape in tensors:
+        # What a reader of the manifest would refuse is refused where it can still be mended.
+        if type(name) is not str or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise UsageError(
+                f"tensor {name!r}: a name must be a printable string of 1 to {MAX_NAME_CHARS} characters"
+            )
         if dtype not in DTYPE_SIZE_BYTES:
             raise UsageError(f"tensor {name!r}: unknown dtype {dtype!r}, expected one like 'torch.bfloat16'")
         if len(shape) > MAX_RANK or any(not 0 <= extent <= MAX_EXTENT for extent in shape):

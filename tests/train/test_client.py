@@ -138,6 +138,43 @@ class TestPublishing:
                 await job.orchestrator.release(version)
                 await within(5, staged.source_reuse_ready)
 
+    @pytest.mark.parametrize("bad", ["\ud800", "", 5, None, "x" * 5000], ids=ascii)
+    async def test_what_is_no_version_ends_its_own_call_only(self, job: Job, bad: Any) -> None:
+        tensors = weights()
+        async with await job.open(tensors) as client:
+            for call in (client.stage_shard, client.publish_version, client.release_version):
+                with pytest.raises(UsageError, match="version_id"):
+                    await call(bad)
+            await job.orchestrator.create("v1")
+            await client.publish_version("v1")
+            assert await job.read("v1") == bytes_of(tensors)
+
+    @pytest.mark.parametrize("bad", ["\ud800", 5, "x" * 5000], ids=ascii)
+    async def test_what_is_no_slot_is_refused_before_it_is_announced(self, job: Job, bad: Any) -> None:
+        async with await job.open(engine_context=PlainTrainerContext(slot_id=bad)) as client:
+            with pytest.raises(UsageError, match="the slot of the tensors"):
+                await client.bind_tensors(weights())
+            with pytest.raises(UsageError, match="the slot of the tensors"):
+                await client.stage_shard("v1", weights())
+            assert client._background.failure is None
+
+    @pytest.mark.parametrize("name", ["", "a\n", "\ud800", 5, "x" * 5000], ids=ascii)
+    async def test_a_tensor_whose_name_no_reader_takes_is_refused_at_once(self, job: Job, name: Any) -> None:
+        async with await job.open({name: np.zeros(3)}) as client:
+            await job.orchestrator.create("v1")
+            with pytest.raises(UsageError, match="a name must be a printable string"):
+                await client.publish_version("v1")
+
+    async def test_a_box_in_two_places_is_refused_and_in_one_place_twice_is_not(self, job: Job) -> None:
+        here, there = np.zeros(3), np.ones(3)
+        boxes = [PlainBox("a", here), PlainBox("a", here), PlainBox("b", there[:0]), PlainBox("b", here[:0])]
+        async with await job.open(boxes) as client:
+            await job.orchestrator.create("v1")
+            await client.publish_version("v1")
+        async with await job.open() as client:
+            with pytest.raises(UsageError, match=r"tensor 'a': offset \(0,\) shape \(3,\) is given twice"):
+                await client.bind_tensors([PlainBox("a", here), PlainBox("a", there)])
+
     async def test_a_copy_is_not_reached_by_the_next_step(self, job: Job) -> None:
         tensors = weights()
         async with await job.open(tensors, staging_mode="COPY_TO_HOST") as client:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +18,7 @@ import numpy as np
 from modelexpress_rl.errors import StateError, UsageError
 from modelexpress_rl.train.adapter import BoxAdapter, SourceBox
 from modelexpress_rl.train.config import TrainerEngineContext
+from modelexpress_rl.train.engines.memory_of import require_plain_memory
 
 SLOT_PREFIX = "plain:partition:"
 
@@ -70,14 +72,21 @@ class PlainAdapter(BoxAdapter):
         """Fix a mapping of names to whole tensors, or `PlainBox`es."""
         if isinstance(tensors, Mapping):
             held = tuple(PlainBox(name, tensor) for name, tensor in tensors.items())
-        else:
+        elif isinstance(tensors, Iterable):
             held = tuple(tensors)
+        else:
+            raise UsageError(
+                "tensors: expected a mapping of names to tensors, or PlainBoxes, "
+                f"got {type(tensors).__name__}"
+            )
         for index, box in enumerate(held):
             if not isinstance(box, PlainBox):
                 raise UsageError(f"tensors[{index}]: expected a PlainBox, got {type(box).__name__}")
         if not held:
             raise UsageError("tensors: expected at least one tensor, got none")
-        self._boxes = tuple(_source_box(box) for box in held)
+        boxes = tuple(_source_box(box) for box in held)
+        _require_one_place(boxes)
+        self._boxes = boxes
         self._held = held
         return self.source_slot_id
 
@@ -109,9 +118,10 @@ def _source_box(box: PlainBox) -> SourceBox:
         )
     if not (tensor.flags.c_contiguous if is_array else tensor.is_contiguous()):
         raise UsageError(f"tensor {box.name!r}: must be contiguous, shape {tuple(tensor.shape)} is not")
+    require_plain_memory(box.name, tensor)
     shape = tuple(int(extent) for extent in tensor.shape)
-    full_shape = shape if box.full_shape is None else tuple(box.full_shape)
-    offset = (0,) * len(shape) if box.offset is None else tuple(box.offset)
+    full_shape = shape if box.full_shape is None else _whole(box.name, "full_shape", box.full_shape)
+    offset = (0,) * len(shape) if box.offset is None else _whole(box.name, "offset", box.offset)
     addr, size_bytes = _memory_of(tensor)
     return SourceBox(
         name=box.name,
@@ -125,6 +135,24 @@ def _source_box(box: PlainBox) -> SourceBox:
         device_index=0 if is_array else tensor.device.index or 0,
         owner=tensor,
     )
+
+
+def _require_one_place(boxes: Iterable[SourceBox]) -> None:
+    places: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+    for box in boxes:
+        place = places.setdefault((box.name, box.offset, box.shape), box.addr)
+        if place != box.addr and box.size_bytes:
+            raise UsageError(
+                f"tensor {box.name!r}: offset {box.offset} shape {box.shape} is given twice, at {place:#x} "
+                f"and at {box.addr:#x}: which of them holds its values?"
+            )
+
+
+def _whole(name: str, field: str, numbers: Iterable[Any]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(number) for number in numbers)
+    except TypeError as error:
+        raise UsageError(f"tensor {name!r}: {field} must be whole numbers, got {numbers!r}") from error
 
 
 def _memory_of(tensor: Any) -> tuple[int, int]:

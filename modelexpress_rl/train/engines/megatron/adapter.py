@@ -15,6 +15,7 @@ from modelexpress_rl.train.engines.megatron.from_model import build_megatron_ten
 from modelexpress_rl.train.engines.megatron.hf_naming import HfNaming
 from modelexpress_rl.train.engines.megatron.slots import megatron_source_slot_id
 from modelexpress_rl.train.engines.megatron.specs import MegatronTensorSpec
+from modelexpress_rl.train.engines.memory_of import require_plain_memory
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,7 @@ class MegatronAdapter(BoxAdapter):
 
 
 def _source_box(tensor: HfTensor, shard: HfShard) -> SourceBox:
+    require_plain_memory(tensor.name, shard.view)
     return SourceBox(
         name=tensor.name,
         dtype=tensor.dtype,
