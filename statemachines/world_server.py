@@ -160,12 +160,11 @@ def _decide(machine: Machine, record: Any, event: object, now_ms: int, workers: 
 def _the_same(record: VersionRecord) -> VersionRecord:
     """One object for equal records, so that questions about it can be told apart by it."""
     phase = record.phase
-    times = tuple(
-        getattr(phase, name, None) for name in ("drain_deadline_ms", "abandon_at_ms", "forget_at_ms")
-    )
+    spans = ("drain_deadline_ms", "abandon_at_ms", "retention_ms", "forget_at_ms")
+    times = tuple(getattr(phase, name, None) for name in spans)
     publications, leases = frozenset(record.publications.items()), frozenset(record.leases.items())
-    exact = (record.sequence, record.state, publications, leases, record.left, times)
-    return _records.setdefault(exact, record)
+    what = (record.spec.expected_slots, record.sequence, record.state)
+    return _records.setdefault((what, publications, leases, record.left, times), record)
 
 
 def settle(turn: Turn) -> None:

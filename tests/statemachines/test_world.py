@@ -49,6 +49,13 @@ def test_worlds_that_differ_in_what_can_no_longer_matter_have_one_key() -> None:
     assert key(step(world, ("trainer", 0, "capture")).after) != key(world)
 
 
+def test_worlds_do_not_mix_in_what_is_remembered() -> None:
+    few, more = (start(Config(slots=slots, published=True)) for slots in (("a", "a"), ("a", "b")))
+    for world in (few, more, few):
+        assert world.store.version is not None
+        assert world.store.version.spec == world.config.spec
+
+
 def test_the_same_moves_are_found_in_the_same_order() -> None:
     world = start(Config(stray=True, cuts=1, crashes=1, unanswered=1, flushes=1))
     assert moves(world) == moves(world)
