@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from ssl import SSLContext, SSLError
@@ -301,6 +302,20 @@ class Client:
 
 
 class _Channel(grpclib.client.Channel):
+    """A channel that is its process's own.
+
+    A forked child shares the socket and the epoll instance with its parent. grpclib closes what is
+    destroyed open; in a child that ends, that would take the connection off its parent's event loop.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._pid = os.getpid()
+        super().__init__(*args, **kwargs)
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:
+            super().__del__()
+
     def _protocol_factory(self) -> H2Protocol:
         made = super()._protocol_factory()
         return _Connection(made.handler, made.config, made.h2_config)

@@ -172,3 +172,38 @@ def test_the_blocking_client_lists_what_there_is() -> None:
         sequences = [status.sequence for status in client.list_version_statuses("m", ["STAGING"])]
         assert sequences == sorted(set(sequences), key=lambda sequence: sequence or 0)
         assert client.list_weight_versions("m", ["READY"]) == []
+
+
+FORKED = """
+import gc, os, sys, time
+from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
+from modelexpress_rl.blocking import Portal
+from modelexpress_rl.rpc import ControlPlane, parse_address
+portal = Portal("forked")
+plane = ControlPlane(parse_address(sys.argv[1]), rpc_timeout_s=5.0)
+def ask():
+    portal.call(plane.get_server_info, v1.GetServerInfoRequest())
+ask()
+child = os.fork()
+if child == 0:
+    del plane
+    gc.collect()
+    sys.exit(0)  # an ordinary end: whatever is left is destroyed
+assert os.waitpid(child, 0)[1] == 0
+ask()
+portal.call(plane.aclose)
+portal.close()
+"""
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_connection_alone() -> None:
+    with serving("memory") as (_, port):
+        done = subprocess.run(
+            [sys.executable, "-c", FORKED, f"127.0.0.1:{port}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
