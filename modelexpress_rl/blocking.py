@@ -103,7 +103,7 @@ class Portal:
         Raises:
             Exception: what leaving a context manager raised, after the loop was ended.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self.forked:
             return
         self._closed = True
         try:
@@ -126,11 +126,16 @@ class Portal:
         """Whether `close` was called."""
         return self._closed
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child process that was forked since: the loop is the parent's."""
+        return os.getpid() != self._pid
+
     async def _stop(self) -> None:
         await self._portal.stop(cancel_remaining=True)
 
     def _check(self) -> None:
-        if os.getpid() != self._pid:
+        if self.forked:
             raise StateError(f"{self.name}: opened in process {self._pid}, used in its fork {os.getpid()}")
         if self._closed:
             raise StateError(f"{self.name} is closed")

@@ -7,7 +7,6 @@ with ModelExpressGeneratorClient.initialize(config) as client:
 
 from __future__ import annotations
 
-import contextlib
 from types import TracebackType
 from typing import Self
 
@@ -107,11 +106,11 @@ class ModelExpressGeneratorClient:
         self._portal.call(self._client.end_install, staged.staged, failure)
 
     def close(self) -> None:
-        """Leave the control plane and end the event loop; bounded, idempotent."""
-        if self._portal.closed:
+        """Leave the control plane and end the event loop; bounded, idempotent. In a forked child it does
+        nothing."""
+        if self._portal.closed or self._portal.forked:
             return
         try:
-            with contextlib.suppress(StateError):  # in a forked child: the loop is the parent's
-                self._portal.call(self._client.close)
+            self._portal.call(self._client.close)
         finally:
             self._portal.close()

@@ -339,12 +339,13 @@ class ModelExpressTrainerClient:
         return self._client.pop_metrics()
 
     def close(self) -> None:
-        """As `AsyncModelExpressTrainerClient.close`; ends the thread."""
-        if not self._portal.closed:
-            try:
-                self._portal.call(self._client.close)
-            finally:
-                self._portal.close()
+        """As `AsyncModelExpressTrainerClient.close`; ends the thread. In a forked child it does nothing."""
+        if self._portal.closed or self._portal.forked:
+            return
+        try:
+            self._portal.call(self._client.close)
+        finally:
+            self._portal.close()
 
     def __enter__(self) -> Self:
         return self

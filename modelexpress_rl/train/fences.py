@@ -83,6 +83,9 @@ class Fence:
         """
         if not self._future.done() and _loop_runs_here():
             raise StateError(f"{self.what}: wait_blocking() in a coroutine; await wait() instead")
+        self._block(timeout_s)
+
+    def _block(self, timeout_s: float | None) -> None:
         try:
             self._future.exception(timeout_s)
         except TimeoutError as error:
@@ -116,7 +119,11 @@ class Fence:
 
 
 class BlockingFence:
-    """The view of a fence that the blocking clients give: `wait` blocks."""
+    """The view of a fence that the blocking clients give: `wait` blocks.
+
+    As every call of those clients it may also be made where an event loop runs (a notebook, an actor of
+    an asynchronous framework): what completes the fence runs in the client's own thread.
+    """
 
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
@@ -127,8 +134,13 @@ class BlockingFence:
         return self._fence.done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """As `Fence.wait_blocking`."""
-        self._fence.wait_blocking(timeout_s)
+        """Block this thread until it has completed.
+
+        Raises:
+            FenceBroken: it can't complete; the message says why.
+            DeadlineExceeded: `timeout_s` passed first.
+        """
+        self._fence._block(timeout_s)
 
 
 def completed_fence(what: str) -> Fence:

@@ -311,6 +311,10 @@ async def test_the_blocking_client_does_the_same(world: World) -> None:
             assert staged.applied
             assert client.serving_version_id == "v1"
             staged.release()
+            pid, client._portal._pid = client._portal._pid, -1  # as in a forked child
+            client.close()
+            client._portal._pid = pid
+            assert not client._portal.closed
 
     await anyio.to_thread.run_sync(refit)
     assert model.bytes() == as_bytes(tensors)

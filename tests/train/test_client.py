@@ -442,6 +442,10 @@ class TestBlocking:
                 fence = client.release_version("v1")
                 fence.wait(timeout_s=5)
                 assert staged.source_reuse_ready.done
+                pid, client._portal._pid = client._portal._pid, -1  # as in a forked child
+                client.close()
+                client._portal._pid = pid
+                assert not client._portal.closed
                 return slot, metrics, client
 
         slot, metrics, client = await anyio.to_thread.run_sync(train)

@@ -79,6 +79,13 @@ class TestFences:
             await anyio.to_thread.run_sync(thread.join)
         assert sorted(seen) == ["loop", "thread"]
 
+    async def test_a_blocking_client_may_be_waited_for_where_a_loop_runs(self) -> None:
+        fence = Fence("f")
+        threading.Timer(0.01, fence.complete).start()  # as the client's own loop does, in its thread
+        BlockingFence(fence).wait(5)
+        with pytest.raises(DeadlineExceeded, match="g: not complete"):
+            BlockingFence(Fence("g")).wait(0.01)
+
     async def test_a_blocking_wait_is_bounded(self) -> None:
         fence = Fence("f")
         with pytest.raises(DeadlineExceeded, match=r"f: not complete after 0.01 s"):
