@@ -90,7 +90,7 @@ class Board:
             self.say(f"step {step.step}: {states}; {step.verdict()}")
 
     def table(self) -> Table:
-        """The steps so far."""
+        """The steps so far, in at most 80 columns: of a narrower one rich would cut the figures."""
         table = Table(
             title="One version per step",
             title_justify="left",
@@ -98,18 +98,18 @@ class Board:
             padding=(0, 1),
             pad_edge=False,
         )
-        for name in ("step", "loss"):
+        for name in ("\nstep", "\nloss"):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("state       at, s", no_wrap=True)
-        for name in ("read", "wire", "refit", "stall"):
+        table.add_column("            at\nstate       s", no_wrap=True)
+        for name in ("read\nMiB", "wire\nms", "refit\nms", "stall\nms"):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("proof", no_wrap=True)
+        table.add_column("\nproof")
         for step in self.steps:
             table.add_row(
                 str(step.step),
                 "" if step.loss is None else f"{step.loss:.4f}",
-                "\n".join(f"{state:<9} {at:7.2f}" for state, at in step.history),
-                _size(step.wire_bytes),
+                "\n".join(f"{state:<9} {at:6.2f}" for state, at in step.history),
+                _mebibytes(step.wire_bytes),
                 _milliseconds(step.wire_s),
                 _milliseconds(step.refit_s),
                 _milliseconds(step.stall_s),
@@ -119,8 +119,8 @@ class Board:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds else ""
+    return f"{seconds * 1000:.0f}" if seconds else ""
 
 
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB" if size_bytes else ""
+def _mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f}" if size_bytes else ""
