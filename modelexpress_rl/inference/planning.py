@@ -26,6 +26,7 @@ from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan, SourceReads
 from modelexpress_rl.reshard.planner import plan as plan_reads
 from modelexpress_rl.reshard.proof import prove_plan
+from modelexpress_rl.reshard.split import split
 from modelexpress_rl.reshard.verify import Verifier
 from statemachines.ids import WorkerId
 
@@ -60,6 +61,7 @@ class ReadPlan:
     @classmethod
     def of(cls, plan: Plan, needs: NeedTable, merged: Merged) -> ReadPlan:
         """Cut every source's pieces into reads of about `CHUNK_BYTES`."""
+        plan = split(plan, merged, CHUNK_BYTES)
         chunks = tuple(chunk for reads in plan.reads for chunk in _chunks(plan, reads))
         return cls(plan, chunks, Verifiers(plan, needs, merged))
 
@@ -179,7 +181,7 @@ class Planning:
 
 
 def _chunks(plan: Plan, reads: SourceReads) -> list[Chunk]:
-    """Consecutive pieces until they are `CHUNK_BYTES`; a bigger piece is a read of its own."""
+    """Consecutive pieces until they are `CHUNK_BYTES`; one that can't be cut is a read of its own."""
     ends = np.cumsum(plan.pieces.size_bytes[reads.piece_rows])
     chunks, begin, done = [], 0, 0
     while begin < len(ends):

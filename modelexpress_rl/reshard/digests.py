@@ -155,7 +155,7 @@ def shard_digests(box: Bytes, parts: list[int]) -> bytes:
     for band in _bands(box, parts):
         if band.nbytes <= BLOCK_BYTES:
             bands.append(xxhash.xxh3_128_digest(np.ascontiguousarray(band).data))
-            tiles += _small_digests(band, parts[-1])
+            tiles += _small_digests(band, [1] * (band.ndim - 1) + parts[-1:])
             continue
         whole = xxhash.xxh3_128()
         cut = [xxhash.xxh3_128() for _ in range(parts[-1])]
@@ -174,13 +174,15 @@ def box_digests(box: Bytes, parts: list[int]) -> bytes:
     The box may be a strided view as long as its last axis is contiguous. Contiguous tiles are hashed
     where they lie, others through a copy of a block at a time.
     """
+    if box.nbytes <= BLOCK_BYTES:
+        return b"".join(_small_digests(box, parts))
     found: list[bytes] = []
     for band in _bands(box, parts):
         if parts[-1] == 1 and band.flags.c_contiguous:
             found.append(xxhash.xxh3_128_digest(band.data))
             continue
         if band.nbytes <= BLOCK_BYTES:
-            found += _small_digests(band, parts[-1])
+            found += _small_digests(band, [1] * (band.ndim - 1) + parts[-1:])
             continue
         cut = [xxhash.xxh3_128() for _ in range(parts[-1])]
         for block in _row_blocks(band):
@@ -190,9 +192,14 @@ def box_digests(box: Bytes, parts: list[int]) -> bytes:
     return b"".join(found)
 
 
-def _small_digests(band: Bytes, count: int) -> list[bytes]:
-    columns = _columns(band.reshape(-1, band.shape[-1]), count)
-    return [xxhash.xxh3_128_digest(column.data) for column in columns]
+def _small_digests(box: Bytes, parts: list[int]) -> list[bytes]:
+    """Digests of the tiles of a box that is copied at once: tile after tile, each contiguous."""
+    inside = [extent // count for extent, count in zip(box.shape, parts, strict=True)]
+    cut = box.reshape([side for pair in zip(parts, inside, strict=True) for side in pair])
+    axes = range(0, cut.ndim, 2)
+    tiles = np.ascontiguousarray(cut.transpose(*axes, *(axis + 1 for axis in axes))).reshape(-1).data
+    step = prod(inside)
+    return [xxhash.xxh3_128_digest(tiles[at : at + step]) for at in range(0, len(tiles), step)]
 
 
 def _bands(box: Bytes, parts: list[int]) -> Iterator[Bytes]:

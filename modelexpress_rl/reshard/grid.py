@@ -42,15 +42,10 @@ class DigestGrid:
 def digest_grid(table: ShardTable, rule: GridRule = DEFAULT_RULE) -> DigestGrid:
     """The grid of every shard of a table."""
     elsize = table.tensors.elsize[table.tensor]
-    fine = tile_parts(table.shape, elsize, rule)
-    small = table.size_bytes <= WHOLE_BYTES
-    fine[small] = tile_parts(table.shape[small], elsize[small], SMALL_RULE)
+    fine = _fine_parts(table.shape, elsize, rule)
     rows, width = fine.shape
     parts = np.ones((LEVELS, rows, width), np.int64)
-    # The first axis that has an extent: what lies before it has none, so its parts are contiguous.
-    axis = np.argmax(table.shape != 1, axis=1)
-    big = np.flatnonzero(~small)
-    parts[SLABS, big, axis[big]] = fine[big, axis[big]]
+    parts[SLABS] = _slabs_of(table.shape, table.size_bytes, fine)
     parts[BANDS, :, :-1] = fine[:, :-1]
     parts[TILES] = fine
     count = parts.prod(axis=2)
@@ -58,6 +53,27 @@ def digest_grid(table: ShardTable, rule: GridRule = DEFAULT_RULE) -> DigestGrid:
     count[TILES, (fine[:, -1] == 1) | (count[TILES] <= count[SLABS])] = 0
     count[:, volumes(table.shape) == 0] = 0
     return DigestGrid(parts, count)
+
+
+def slab_parts(shape: Int, elsize: Int, rule: GridRule = DEFAULT_RULE) -> Int:
+    """Slabs along each axis for boxes of these shapes, as `digest_grid` cuts them."""
+    return _slabs_of(shape, volumes(shape) * elsize, _fine_parts(shape, elsize, rule))
+
+
+def _fine_parts(shape: Int, elsize: Int, rule: GridRule) -> Int:
+    fine = tile_parts(shape, elsize, rule)
+    small = volumes(shape) * elsize <= WHOLE_BYTES
+    fine[small] = tile_parts(shape[small], elsize[small], SMALL_RULE)
+    return fine
+
+
+def _slabs_of(shape: Int, size_bytes: Int, fine: Int) -> Int:
+    parts = np.ones_like(fine)
+    # The first axis that has an extent: what lies before it has none, so its parts are contiguous.
+    axis = np.argmax(shape != 1, axis=1)
+    big = np.flatnonzero(size_bytes > WHOLE_BYTES)
+    parts[big, axis[big]] = fine[big, axis[big]]
+    return parts
 
 
 def grid_of_table(made: DigestTable) -> DigestGrid:

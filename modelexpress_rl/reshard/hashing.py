@@ -41,6 +41,7 @@ class ShardHasher:
         self._table = table
         self._memory = memory
         self._slab_counts = self.grid.count[SLABS].tolist()
+        self._sizes = table.size_bytes.tolist()
         self._slabs = [self._slabs_of(row) for row in range(len(table))] if fixed else None
 
     def hash_slabs(self, unit: int, out: ShardDigests, stopped: Callable[[], bool]) -> None:
@@ -76,6 +77,7 @@ class ShardHasher:
 
     def _parts_of(self, level: int, row: int, slabs_before: Bytes) -> bytes:
         table, data = self._table, self._memory(row)
+        self._check(row, data)
         elsize = int(table.tensors.elsize[table.tensor[row]])
         box = as_box(data, table.shape[row].tolist(), elsize)
         parts, slab_parts = self.grid.parts[level, row], self.grid.parts[SLABS, row]
@@ -91,18 +93,22 @@ class ShardHasher:
         return b"".join(found)
 
     def _slabs_of(self, row: int) -> list[memoryview]:
-        count, size = self._slab_counts[row], int(self._table.size_bytes[row])
+        count, size = self._slab_counts[row], self._sizes[row]
         if not count:
             return []
         data = self._memory(row)
-        if data.dtype != np.uint8 or data.shape != (size,):
-            raise UsageError(
-                f"tensor {self._name(row)!r}: expected {size} flat bytes, got {data.dtype} {data.shape}"
-            )
+        self._check(row, data)
         if count == 1:
             return [data.data]
         step = size // count
         return [data.data[at : at + step] for at in range(0, size, step)]
+
+    def _check(self, row: int, data: Bytes) -> None:
+        if data.dtype != np.uint8 or data.shape != (self._sizes[row],):
+            raise UsageError(
+                f"tensor {self._name(row)!r}: expected {self._sizes[row]} flat bytes, got {data.dtype} "
+                f"{data.shape}"
+            )
 
     def _refuse(self, row: int, slab: int) -> None:
         offset, shape = self._table.box(row)

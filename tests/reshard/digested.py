@@ -15,6 +15,7 @@ from modelexpress_rl.reshard.merge import SourceManifest
 from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import Plan
 from modelexpress_rl.reshard.planner import plan
+from modelexpress_rl.reshard.split import split
 from modelexpress_rl.reshard.verify import Verified, Verifier
 from tests.reshard.reference import World, address, publish, pull
 
@@ -112,10 +113,12 @@ class Checker:
             self.digests[source] = np.concatenate([np.zeros((0, 16), np.uint8), *answers])
 
 
-def checker(world: World, needs: NeedTable, rule: GridRule = FINE, *, whole: bool = False) -> Checker:
+def checker(
+    world: World, needs: NeedTable, rule: GridRule = FINE, *, whole: bool = False, limit_bytes: int = 1 << 30
+) -> Checker:
     """The checks of the plan for `needs`; `whole`: against tables of publishers that know no selection."""
     merged = world.merged()
-    made = plan(needs, merged)
+    made = split(plan(needs, merged), merged, limit_bytes)
     tables = digest_tables(world, rule)
     out = Checker(made, {}, {})
     for m in world.manifests:
