@@ -110,16 +110,39 @@ class Chaos:
         yield self._cut(at_s, for_s, host.name, others, "both")
 
     def _flapping(self, at_s: float, for_s: float) -> Iterator[Episode]:
-        """Cut off for about a registration's life, then heard but not answered, then cut off again."""
-        host = self._rng.choice(self._world.trainers)
-        servers = [server.name for server in self._world.replicas]
-        ttl_s = self._world.options.registration_ttl_s
-        cut_s = ttl_s * self._rng.uniform(0.65, 1.0)
-        yield self._cut(at_s, cut_s, host.name, servers, "both")
-        mute_at_s = at_s + cut_s + self._rng.uniform(0, 0.2)
-        mute_s = ttl_s * self._rng.uniform(0.4, 2.5)
-        yield self._cut(mute_at_s, mute_s, host.name, servers, "replies")
-        yield self._cut(mute_at_s + mute_s, for_s + ttl_s, host.name, servers, "both")
+        """A trainer is cut off until it asks who is there; then it is heard, and hears nothing."""
+        world, host = self._world, self._rng.choice(self._world.trainers)
+        network, monitor = world.network, world.monitor
+        servers = [server.name for server in world.replicas]
+        unanswered = self._rng.choice((0, 0, 1))
+        watched, cuts = network.on_message, list[tuple[str, str]]()
+
+        def change_to(pairs: list[tuple[str, str]]) -> None:
+            for pair in cuts:
+                network.mend(*pair)
+            for pair in pairs:
+                network.cut(*pair)
+            cuts[:] = pairs
+            monitor.disturb(host.name, *servers)
+
+        def look(phase: str, source: str, target: str, method: str) -> None:
+            nonlocal unanswered
+            watched(phase, source, target, method)
+            if world.calm or not cuts or (source, method) != (host.name, "GetServerInfo"):
+                return
+            if phase == "send":
+                unanswered -= 1
+                if unanswered < 0:
+                    change_to([(server, "nobody") for server in servers])
+            elif phase == "answer":
+                change_to([(server, host.name) for server in servers])
+
+        def begin() -> None:
+            nonlocal watched
+            watched, network.on_message = network.on_message, look
+            change_to([(host.name, s) for s in servers] + [(s, host.name) for s in servers])
+
+        yield Episode(at_s, max(for_s, 7.0), f"flapping of {host.name}", begin, lambda: change_to([]))
 
     def _cut(self, at_s: float, for_s: float, one: str, others: list[str], way: str) -> Episode:
         network, monitor = self._world.network, self._world.monitor
@@ -174,18 +197,15 @@ class Chaos:
 
         def die(phase: str, source: str, target: str, method: str) -> None:
             nonlocal left
-            watched_before(phase, source, target, method)
+            watched(phase, source, target, method)
             if (phase, source) == (at_phase, host.name):
                 left -= 1
                 if left == 0:
                     self._world.loop.in_world(0, self._kill, host, False)
 
-        watched_before = watched
-
         def begin() -> None:
-            nonlocal watched_before
-            watched_before = network.on_message
-            network.on_message = die
+            nonlocal watched
+            watched, network.on_message = network.on_message, die
 
         yield Episode(
             at_s, for_s, f"crash of {host.name} at a message ({at_phase})", begin, partial(self._start, host)

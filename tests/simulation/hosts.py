@@ -184,11 +184,10 @@ class TrainerHost(Host):
             staging_timeout_seconds=options.reuse_bound_s,
         )
         client = await self._opened(config, process)
+        world.monitor.watch_trainer(self, client)
         self.client = client
         try:
-            async with anyio.create_task_group() as carrying:
-                await self._train(client, carrying)
-                carrying.cancel_scope.cancel()
+            await self.work(client)
         finally:
             with world.monitor.bounded(self, "close", options.close_timeout_s + 2 + 15):
                 await client.close()
@@ -213,6 +212,12 @@ class TrainerHost(Host):
             except ModelExpressError as error:
                 world.log.add(self.name, "not registered: %s", type(error).__name__)
                 await asyncio.sleep(0.3)
+
+    async def work(self, client: AsyncModelExpressTrainerClient) -> None:
+        """Carry every version that the job offers."""
+        async with anyio.create_task_group() as carrying:
+            await self._train(client, carrying)
+            carrying.cancel_scope.cancel()
 
     async def _train(self, client: AsyncModelExpressTrainerClient, carrying: Any) -> None:
         job = self.world.job
@@ -336,8 +341,7 @@ class GeneratorHost(Host):
         world.monitor.watch_generator(self, client)
         self.client = client
         try:
-            while not world.job.over:
-                await self._refit(client)
+            await self.work(client)
         finally:
             with world.monitor.bounded(self, "close", 20):
                 await client.close()
@@ -358,6 +362,11 @@ class GeneratorHost(Host):
             except ModelExpressError as error:
                 world.log.add(self.name, "not registered: %s", type(error).__name__)
                 await asyncio.sleep(0.3)
+
+    async def work(self, client: AsyncModelExpressGeneratorClient) -> None:
+        """Refit to whatever is newest."""
+        while not self.world.job.over:
+            await self._refit(client)
 
     async def _refit(self, client: AsyncModelExpressGeneratorClient) -> None:
         world, rng = self.world, self.world.rng
@@ -409,10 +418,14 @@ class OrchestratorHost(Host):
         self._one_at_a_time = anyio.Lock()
 
     async def main(self, process: Process) -> None:
+        timeout_s = self.world.options.rpc_timeout_s
+        plane = SimControl(self.world.network, process, CONTROL, rpc_timeout_s=timeout_s)
+        await self.work(AsyncModelExpressControlClient(plane))
+
+    async def work(self, client: AsyncModelExpressControlClient) -> None:
+        """Version after version, until the job is over."""
         self._one_at_a_time = anyio.Lock()
-        options, job = self.world.options, self.world.job
-        plane = SimControl(self.world.network, process, CONTROL, rpc_timeout_s=options.rpc_timeout_s)
-        client = AsyncModelExpressControlClient(plane)
+        job = self.world.job
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_up, client)
             while not job.over:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 from google.protobuf.message import Message
@@ -37,12 +38,14 @@ class EventLog:
             return
         self._entries.append((self._loop.time(), who, text, args))
 
+    def entries(self, since: int = 0) -> Iterator[tuple[float, str, str]]:
+        """When, about whom, what."""
+        for at_s, who, text, args in self._entries[since:]:
+            yield at_s, who, text % tuple(map(_shown, args)) if args else text
+
     def lines(self) -> list[str]:
         """All of it, to be read."""
-        return [
-            f"{at_s:9.4f}  {who:<6} {text % tuple(map(_shown, args)) if args else text}"
-            for at_s, who, text, args in self._entries
-        ]
+        return [f"{at_s:9.4f}  {who:<6} {text}" for at_s, who, text in self.entries()]
 
     def digest(self) -> str:
         """The same for the same run."""

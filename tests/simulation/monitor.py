@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
+from modelexpress_rl.rpc.registration import RegistrationEvent
 from modelexpress_rl.server.stores.port import VersionEntry
+from modelexpress_rl.train.client import AsyncModelExpressTrainerClient
+from modelexpress_rl.train.publication import Publication
 from statemachines.installation_records import Leased, Planned, Pulling, Verified
 from statemachines.version_records import Ready, Releasing, Retired, VersionRecord
 from statemachines.worker import WorkerRecord, WorkerState
 from tests.simulation.store import Commit
 
 if TYPE_CHECKING:
-    from tests.simulation.hosts import GeneratorHost, Host
+    from tests.simulation.hosts import GeneratorHost, Host, TrainerHost
     from tests.simulation.world import World
 
 _LOOKED_AT_S = 12.0
@@ -155,6 +158,43 @@ class Monitor:
 
         installation.feed = observed  # type: ignore[method-assign]
         self._served[host.life] = (None, None)
+
+    def watch_trainer(self, host: TrainerHost, client: AsyncModelExpressTrainerClient) -> None:
+        """Note what a trainer's publications and its registration go through."""
+        publications, registration = client._runtime._publications, client._registration
+        assert publications is not None
+        begin, changed = publications.begin, registration.on_change
+
+        def begun(version_id: str, slot_id: str, content: object) -> tuple[Publication, bool]:
+            publication, is_new = begin(version_id, slot_id, content)
+            if is_new:
+                self._watch_publication(host, publication)
+            return publication, is_new
+
+        def told(event: RegistrationEvent) -> None:
+            self._world.log.add(host.name, "registration: %s", type(event).__name__)
+            changed(event)
+
+        publications.begin = begun  # type: ignore[method-assign]
+        registration.on_change = told
+
+    def _watch_publication(self, host: TrainerHost, publication: Publication) -> None:
+        handle = publication.handle
+
+        def observed(event: Any) -> None:
+            before = publication.state
+            handle(event)
+            if publication.state != before:
+                self._world.log.add(
+                    host.name,
+                    "publication %s: %s -> %s (%s)",
+                    publication.version_id,
+                    before,
+                    publication.state,
+                    type(event).__name__,
+                )
+
+        publication.handle = observed  # type: ignore[method-assign]
 
     def _decided(self, host: GeneratorHost, before: Any, after: Any, event: str) -> None:
         if after.state != before.state:
@@ -396,8 +436,16 @@ class Monitor:
         assert known is not None
         was = "-" if before is None else before.record.state.value
         now = "-" if after is None else after.record.state.value
+        uid, log = known.record.uid, self._world.log
         if was != now:
-            self._world.log.add(by, "version %s: %s -> %s", known.record.uid, was, now)
+            log.add(by, "version %s: %s -> %s", uid, was, now)
+        held = {} if before is None else before.record.leases
+        holds = {} if after is None else after.record.leases
+        for lease_id in sorted(holds.keys() | held.keys()):
+            if lease_id not in held:
+                log.add(by, "version %s: lease of %s", uid, holds[lease_id].worker_id)
+            elif lease_id not in holds:
+                log.add(by, "version %s: no lease of %s any more", uid, held[lease_id].worker_id)
 
 
 _ACQUIRING = ("AcquireVersionLease", "RegisterVersionLease")

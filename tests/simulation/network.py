@@ -63,6 +63,8 @@ class SimNetwork:
         self.replicas: dict[str, Peer] = {}
         self.workers: dict[str, Peer] = {}
         self.without_digests: set[str] = set()
+        self.lost_answers: set[tuple[str, str]] = set()
+        """The next answer to this method that this process does not hear."""
         self.holds_streams = False
         """What lets calls through and nothing of streams, as some proxies do."""
         self.on_message: Callable[[str, str, str, str], None] = lambda phase, source, target, method: None
@@ -297,6 +299,9 @@ class _Unary(_Call):
         if not is_first:
             return
         network, rng = self.network, self.network.rng
+        if (self.method.name, self.source.name) in network.lost_answers:
+            network.lost_answers.remove((self.method.name, self.source.name))
+            return
         if rng.random() < network.noise.drops:
             network.log.add(self.target, "#%d reply lost", self.number)
             if rng.random() < 0.5:

@@ -28,12 +28,12 @@ class Options:
     lease_ttl_s: int = 2
     max_lease_ttl_ms: int = 2_000
     drain_ms: int = 3_000
-    retention_ms: int = 5_000
+    retention_ms: int = 3_000
     rpc_timeout_s: float = 1.0
     transfer_timeout_s: float = 8.0
     release_grace_s: float = 1.0
     close_timeout_s: float = 6.0
-    chaos_s: float = 25.0
+    chaos_s: float = 20.0
     drift: dict[str, float] = field(default_factory=dict)
 
     @classmethod

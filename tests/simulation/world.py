@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from tests.simulation.chaos import Chaos
@@ -20,6 +20,7 @@ from tests.simulation.loop import Deadlock, SimLoop, determinism
 from tests.simulation.monitor import Monitor, Violation
 from tests.simulation.network import Noise, SimNetwork
 from tests.simulation.options import Options
+from tests.simulation.planted import BUGS
 from tests.simulation.store import SharedStore
 from tests.simulation.transport import SimHub, Wire
 
@@ -36,8 +37,17 @@ class Result:
     virtual_s: float
     wall_s: float
     callbacks: int
-    served: int
+    versions: int
     commits: int
+
+    @property
+    def verdict(self) -> str:
+        """All of it in a line."""
+        words = "all promises held" if self.violation is None else str(self.violation)
+        return (
+            f"seed {self.seed}: {words} ({self.virtual_s:.1f} s virtual, {self.wall_s:.2f} s real, "
+            f"{self.versions} versions, {self.commits} commits, {self.callbacks} callbacks)"
+        )
 
 
 class World:
@@ -168,10 +178,13 @@ def simulate(
     options: Options | None = None,
     script: Callable[[World], object] | None = None,
     prepare: Callable[[World], None] = lambda world: None,
+    *,
+    bug: str | None = None,
 ) -> Result:
-    """Run one seed to its end, or to the first violation."""
+    """Run one seed to its end, or to the first violation; `bug` is one of `planted.BUGS`."""
     begun_s = time.perf_counter()
-    with determinism(seed), _environment():
+    planted = BUGS[bug].planted() if bug else nullcontext()
+    with planted, determinism(seed), _environment():
         loop = SimLoop(random.Random(f"threads {seed}"))
         try:
             world = World(loop, seed, options or Options.of(random.Random(f"options {seed}")))
@@ -190,7 +203,7 @@ def simulate(
         virtual_s=virtual_s,
         wall_s=time.perf_counter() - begun_s,
         callbacks=callbacks,
-        served=len([one for one in world.job.versions if one.created]),
+        versions=len([one for one in world.job.versions if one.created]),
         commits=world.store.records._revision,
     )
 
