@@ -21,6 +21,8 @@ from modelexpress_rl.server.observer import Observer
 _LOG = logging.getLogger(__name__)
 
 SLOW_S = 1.0
+# Where one call is slow a thousand are: their lines would be one more load.
+WARN_EVERY_S = 1.0
 _NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
 _PROBES = ("grpc.health.", "grpc.reflection.")
 
@@ -31,6 +33,8 @@ class ObservedRpcs(grpc.aio.ServerInterceptor):
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._wrapped: dict[str, tuple[Any, Any]] = {}
+        self._warned_at_s = -WARN_EVERY_S
+        self._not_warned = 0
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
@@ -83,7 +87,7 @@ class ObservedRpcs(grpc.aio.ServerInterceptor):
                 took_s = perf_counter() - began_s
                 observer.rpc_ended(method, code, took_s, stream=False)
                 if not quiet:
-                    _log(method, code, took_s, slow=took_s >= SLOW_S)
+                    self._log(method, code, took_s, slow=took_s >= SLOW_S)
                 logs.no_longer_about(token)
 
         return unary
@@ -106,9 +110,22 @@ class ObservedRpcs(grpc.aio.ServerInterceptor):
                 took_s = perf_counter() - began_s
                 observer.rpc_ended(method, code, took_s, stream=True)
                 if not quiet:
-                    _log(method, code, took_s, slow=False)
+                    self._log(method, code, took_s, slow=False)
 
         return stream
+
+    def _log(self, method: str, code: str, took_s: float, *, slow: bool) -> None:
+        level, more = logging.DEBUG, ""
+        if slow:
+            now_s = perf_counter()
+            if now_s - self._warned_at_s < WARN_EVERY_S:
+                self._not_warned += 1
+            else:
+                level, more = logging.WARNING, f" (and {self._not_warned} more)" if self._not_warned else ""
+                self._warned_at_s, self._not_warned = now_s, 0
+        if _LOG.isEnabledFor(level):
+            extra = {"code": code, "duration_ms": round(took_s * 1000, 3)}
+            _LOG.log(level, "%s: %s after %.1f ms%s", method, code, took_s * 1000, more, extra=extra)
 
 
 def _shared(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
@@ -126,13 +143,6 @@ def _span(method: str, request: Any, context: Any) -> Any:
     ids = {f"mx.{name}": value for name, value in ids_of(request).items()}
     attributes = {"rpc.system": "grpc", "rpc.method": method, **ids}
     return tracing.span(method, kind="SERVER", attributes=attributes, carrier=carrier)
-
-
-def _log(method: str, code: str, took_s: float, *, slow: bool) -> None:
-    level = logging.WARNING if slow else logging.DEBUG
-    if _LOG.isEnabledFor(level):
-        extra = {"code": code, "duration_ms": round(took_s * 1000, 3)}
-        _LOG.log(level, "%s: %s after %.1f ms", method, code, took_s * 1000, extra=extra)
 
 
 def _code_of(error: BaseException, context: Any) -> str:
