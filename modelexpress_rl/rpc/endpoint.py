@@ -1,7 +1,8 @@
 """A grpclib server inside a worker process: it starts no threads and survives a fork.
 
-Two habits of grpclib are mended: a call whose peer vanished while the socket's buffer was full stays
-for ever, waiting to write; and closing waits for such a call without a bound.
+Habits of grpclib are mended: a call whose peer vanished while the socket's buffer was full stays for ever,
+waiting to write, and so does one whose request never comes; closing waits for such a call without a bound;
+a request may be of any size; and one that can't be read is logged as a fault of ours.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import asyncio
 import errno
 import socket
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
+from google.protobuf.message import DecodeError
 from grpclib import GRPCError, Status
+from grpclib.encoding.proto import ProtoCodec
 from grpclib.events import RecvRequest, listen
 from grpclib.protocol import H2Protocol
 from grpclib.server import Server
@@ -30,12 +33,18 @@ WORKER_ID_HEADER = "mx-worker-id-bin"
 LEASE_ID_HEADER = "mx-lease-id-bin"
 """How a reader says under which lease it asks; bytes, because both are any characters."""
 
+MAX_REQUEST_BYTES = 4 * 2**20
+"""Requests are names and a few bits for each row of a manifest."""
+REQUEST_TIMEOUT_S = 30.0
+
 
 class EndpointServer:
     """Serves grpclib services (`*_grpc.py`'s Base classes) on one port.
 
     `host` is the interface to listen on, None for all. `port` 0 lets the kernel choose. Two servers
-    never share a port. With `tokens` a call without one of them is UNAUTHENTICATED, unread.
+    never share a port. With `tokens` a call without one of them is UNAUTHENTICATED, unread. A request of
+    more than `MAX_REQUEST_BYTES` is RESOURCE_EXHAUSTED, unread as well, one that is no message
+    INVALID_ARGUMENT, and one that does not come within 30 s DEADLINE_EXCEEDED.
     """
 
     def __init__(
@@ -102,16 +111,52 @@ class EndpointServer:
 
 class _Server(Server):
     def __init__(self, services: Collection[IServable]) -> None:
-        super().__init__(services)
+        super().__init__(services, codec=_Codec())
         self._connections: set[_Protocol] = set()
 
     def _protocol_factory(self) -> H2Protocol:
         made = super()._protocol_factory()
+        accept = made.handler.accept
+
+        def accept_limited(stream: Any, headers: Any, release: Any) -> None:
+            _limit_incoming(stream)
+            accept(stream, headers, release)
+
+        made.handler.accept = accept_limited  # type: ignore[method-assign, assignment]
         return _Protocol(made, self._connections)
 
     def abort_connections(self) -> None:
         for connection in tuple(self._connections):
             connection.abort()
+
+
+class _Codec(ProtoCodec):
+    def decode(self, data: bytes, message_type: Any) -> Any:
+        try:
+            return super().decode(data, message_type)
+        except DecodeError as error:
+            raise GRPCError(Status.INVALID_ARGUMENT, f"the request can't be read: {error}") from error
+
+
+def _limit_incoming(stream: Any) -> None:
+    receive = stream.recv_data
+
+    async def limited(size: int) -> bytes:
+        if size > MAX_REQUEST_BYTES:
+            raise GRPCError(
+                Status.RESOURCE_EXHAUSTED,
+                f"a request of {size} bytes came, at most {MAX_REQUEST_BYTES} are accepted",
+            )
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                data: bytes = await receive(size)
+        except TimeoutError as error:
+            raise GRPCError(
+                Status.DEADLINE_EXCEEDED, f"the request did not come within {REQUEST_TIMEOUT_S:g} s"
+            ) from error
+        return data
+
+    stream.recv_data = limited
 
 
 class _Protocol(H2Protocol):
