@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -65,6 +66,31 @@ def stream(
     return answered
 
 
+class Sparingly:
+    """Logs a line of a kind at most once in `every_s`, and with the next one how many were left out.
+
+    While a store is away every worker of a fleet asks again and again, and each of them is refused.
+    """
+
+    def __init__(self, every_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._every_s = every_s
+        self._now = now
+        self._next_s: dict[object, float] = {}
+        self._left_out: dict[object, int] = {}
+
+    def warning(self, message: str, kind: object) -> None:
+        """Log `message`, unless one of its `kind` was logged just now."""
+        if self._now() < self._next_s.get(kind, float("-inf")):
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return
+        left_out = self._left_out.pop(kind, 0)
+        self._next_s[kind] = self._now() + self._every_s
+        _LOG.warning("%s%s", message, f" (and {left_out} like it before)" if left_out else "")
+
+
+_outages = Sparingly(every_s=10.0)
+
+
 async def _abort(error: Exception, rpc: str, context: Context) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
@@ -74,7 +100,8 @@ async def _abort(error: Exception, rpc: str, context: Context) -> None:
     if isinstance(error, Refused):
         await context.abort(CODES[error.reason], error.message)
     if isinstance(error, TryAgainError):
-        _LOG.log(logging.DEBUG if isinstance(error, Stopping) else logging.WARNING, "%s: %s", rpc, error)
+        if not isinstance(error, Stopping):
+            _outages.warning(f"{rpc}: {error}", kind=type(error))
         await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
     _LOG.error("%s failed", rpc, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"{rpc} failed inside the server; its log says why")
