@@ -181,11 +181,15 @@ class Planning:
 
 
 def _chunks(plan: Plan, reads: SourceReads) -> list[Chunk]:
-    """Consecutive pieces until they are `CHUNK_BYTES`; one that can't be cut is a read of its own."""
+    """Consecutive pieces until they are `CHUNK_BYTES`; one that can't be cut is a read of its own.
+
+    Towards the end they become smaller: nothing runs any more while the last one is verified.
+    """
     ends = np.cumsum(plan.pieces.size_bytes[reads.piece_rows])
     chunks, begin, done = [], 0, 0
     while begin < len(ends):
-        end = max(int(np.searchsorted(ends, done + CHUNK_BYTES, side="right")), begin + 1)
+        limit = min(CHUNK_BYTES, max((int(ends[-1]) - done) // 4, CHUNK_BYTES // 4))
+        end = max(int(np.searchsorted(ends, done + limit, side="right")), begin + 1)
         first, last = reads.first + begin, reads.first + end
         key = _runs_key(plan.pieces, slice(first, last))
         chunks.append(Chunk(reads.source, first, last, int(ends[end - 1]) - done, key))

@@ -2,5 +2,6 @@
 
 Engine-neutral and without I/O: numpy columns in, numpy columns out. In the order of use:
 `geometry` (shards), `needs`, `manifest` (version 1), `merge`, `planner` (`plan` and `replan`), `plan`
-(what they return), `proof`, `digests` (made by a trainer), `verify` (checked by a generator).
+(what they return), `proof`, `split` (into reads), `grid` and `digests` (how shards are cut and hashed),
+`hashing` (by a trainer), `verify` (by a generator).
 """

@@ -26,7 +26,7 @@ from modelexpress_rl.version import WeightVersionRef
 from tests.bench.refit import MODEL, _weights
 from tests.bench.result import resident_bytes
 
-RAW_ROUNDS = 5
+RAW_ROUNDS = 3
 
 
 class Module(torch.nn.Module):
