@@ -79,17 +79,29 @@ class GeneratorSession:
         """Wait until the version is READY, and take the lease on it.
 
         An earlier lease on it that is on its way back has arrived before: the control plane has one lease
-        for a worker and a version, and the return would end this one.
+        for a worker and a version, and the return would end this one. A lease that may have been granted
+        although no answer came goes back, however this ends without it.
 
         Raises:
             VersionGone, DeadlineExceeded: see `wait_until_ready`.
             RpcError: the lease is refused although the version is READY.
         """
+        unheard: list[BaseException] = []
+        try:
+            return await self._acquire(version_id, deadline, unheard)
+        except BaseException:
+            if unheard:
+                self._forget_lease(version_id)
+            raise
+
+    async def _acquire(
+        self, version_id: VersionId, deadline: float, unheard: list[BaseException]
+    ) -> HeldLease:
         refusals = failures = 0
         while True:
             await self._until_returned(version_id, deadline)
             try:
-                return await self._acquire_once(version_id, deadline)
+                return await self._acquire_once(version_id, deadline, unheard)
             except (NotFound, FailedPrecondition) as error:
                 await wait_until_ready(self._control, version_id, deadline)
                 refusals += 1
@@ -100,10 +112,11 @@ class GeneratorSession:
                     # A control plane that came back empty knows the version (created anew), not us.
                     await self._registration.register()
             except RpcError as error:
+                if error.outcome_unknown:
+                    unheard.append(error)
                 failures += 1
                 delay_s = _BACKOFF.delay_s(failures, _rng)
                 if not isinstance(error, TryAgainError) or anyio.current_time() + delay_s >= deadline:
-                    self._forget_lease(version_id, error)
                     raise
                 await self._clock.sleep(delay_s)
 
@@ -127,22 +140,22 @@ class GeneratorSession:
             while version_id in self._returning:
                 await self._returned.wait()
 
-    async def _acquire_once(self, version_id: VersionId, deadline: float) -> HeldLease:
+    async def _acquire_once(
+        self, version_id: VersionId, deadline: float, unheard: list[BaseException]
+    ) -> HeldLease:
         left_s = deadline - anyio.current_time()
         if left_s <= 0:
             raise DeadlineExceeded(f"version {version_id}: no lease in time")
         sent_ms = self._clock.now_ms()
         try:
             grant = await self._calls.acquire(version_id, min(left_s, self._control.rpc_timeout_s))
-        except anyio.get_cancelled_exc_class():
-            self._forget_lease(version_id, None)
+        except anyio.get_cancelled_exc_class() as cancelled:
+            unheard.append(cancelled)
             raise
         return HeldLease(self._calls, version_id, grant, sent_ms, clock=self._clock)
 
-    def _forget_lease(self, version_id: VersionId, error: RpcError | None) -> None:
+    def _forget_lease(self, version_id: VersionId) -> None:
         """Return a lease that may have been granted although no answer came."""
-        if error is not None and not error.outcome_unknown:
-            return
 
         async def give_back() -> None:
             await self._calls.give_back_unheard(version_id, self._clock)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import anyio
 import grpc
 import pytest
 
+from modelexpress_rl import errors
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.background import Background
 from modelexpress_rl.inference.session import GeneratorSession
-from modelexpress_rl.rpc import ControlPlane, DeadlineExceeded, parse_address
+from modelexpress_rl.rpc import ControlPlane, DeadlineExceeded, Unavailable, parse_address
 from statemachines.ids import ModelName, VersionId, WorkerId
 
 pytestmark = pytest.mark.anyio
@@ -117,7 +118,46 @@ async def test_a_grant_that_is_never_heard_of_is_given_up_in_time() -> None:
 
     control.call = unheard  # type: ignore[method-assign]
     async with session(control) as one:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):  # the last attempt's, or that there was no time for one
             await one.acquire(V, anyio.current_time() + 0.1)
         with pytest.raises(Exception, match="no lease in time"):
             await one.acquire(V, anyio.current_time() + 0.1)
+
+
+@pytest.mark.parametrize("ended_by", ["a deadline that passed meanwhile", "a cancellation"])
+async def test_a_grant_that_was_not_heard_goes_back_however_the_wait_ends(
+    ended_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = Control()
+    answer = control.call
+
+    async def lost(method: Any, request: Any, *more: Any) -> Any:
+        if control.asked:
+            return await answer(method, request, *more)
+        control.asked.append(method.name)
+        raise Unavailable(grpc.StatusCode.UNAVAILABLE, "lost", method="m", address="a", outcome_unknown=True)
+
+    control.call = lost  # type: ignore[method-assign]
+    async with session(control) as one:
+        with anyio.CancelScope() as scope:
+
+            async def sleep(delay_s: float) -> None:
+                if ended_by == "a cancellation":
+                    scope.cancel()
+                await anyio.sleep(0.3)  # longer than was meant: the machine is busy
+
+            monkeypatch.setattr(one, "_clock", _Sleeper(sleep))
+            with pytest.raises(errors.DeadlineExceeded, match="no lease in time"):
+                await one.acquire(V, anyio.current_time() + 0.2)
+        monkeypatch.undo()
+        control.returns.set()
+        await control.until_asked(3)
+        assert "DeleteVersionLease" in control.asked
+
+
+class _Sleeper:
+    def __init__(self, sleep: Callable[[float], Awaitable[None]]) -> None:
+        self.sleep = sleep
+
+    def now_ms(self) -> int:
+        return 0
