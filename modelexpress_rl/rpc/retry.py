@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import anyio
 
 from modelexpress_rl.errors import TryAgainError
-from modelexpress_rl.rpc.errors import RpcError, TlsError
+from modelexpress_rl.rpc.errors import DeadlineExceeded, RpcError, TlsError, rpc_error
 
 T = TypeVar("T")
 
@@ -68,10 +68,12 @@ async def retry(
     may be applied twice. At least one attempt is made.
 
     Raises:
-        RpcError: the last attempt's; its `outcome_unknown` is True where *any* attempt's was.
+        RpcError: the last attempt's; its `outcome_unknown` is True where *any* attempt's was. Where that
+            one was cut short, it says what an earlier one was answered.
     """
     deadline_s = now() + total_s
     any_unknown = False
+    reason: RpcError | None = None
     attempts = 0
     while True:
         attempts += 1
@@ -84,7 +86,21 @@ async def retry(
                 on_failure(error)
             delay_s = backoff.delay_s(attempts, rng)
             if not should_retry(error) or now() + delay_s >= deadline_s:
+                if reason is not None and isinstance(error, DeadlineExceeded):
+                    raise _with_reason(error, reason) from error
                 raise
+            reason = reason if isinstance(error, DeadlineExceeded) else error
         else:
             return Retried(value, attempts, any_unknown)
         await sleep(delay_s)
+
+
+def _with_reason(error: RpcError, reason: RpcError) -> RpcError:
+    """A deadline that passed, with what the attempts before it had come to."""
+    return rpc_error(
+        error.code(),
+        f"{error.details()}; before that {reason.code().name}: {reason.details()}",
+        method=error.method,
+        address=error.address,
+        outcome_unknown=error.outcome_unknown,
+    )

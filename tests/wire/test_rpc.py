@@ -508,6 +508,26 @@ async def test_retry_ends_within_its_total_and_gives_each_attempt_what_is_left()
     assert now_s <= 110.0
 
 
+async def test_a_deadline_that_passes_in_a_retry_says_why_it_was_retried() -> None:
+    now_s = 0.0
+
+    async def call(timeout_s: float) -> None:
+        nonlocal now_s
+        code, details = grpc.StatusCode.UNAVAILABLE, "the disk is full"
+        if now_s > 5:
+            now_s, code, details = 10.0, grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {timeout_s} s"
+        raise rpc.errors.rpc_error(code, details, method="M", address="a:1", outcome_unknown=False)
+
+    async def sleep(delay_s: float) -> None:
+        nonlocal now_s
+        now_s += 3.0
+
+    with pytest.raises(
+        rpc.DeadlineExceeded, match=r"no answer within 4.0 s; before that UNAVAILABLE: the disk"
+    ):
+        await rpc.retry(call, total_s=10.0, now=lambda: now_s, sleep=sleep)
+
+
 def test_one_process_may_use_many_event_loops() -> None:
     async def use() -> bytes:
         request = refit.GetWeightVersionShardManifestRequest(version_id="v", source_slot_id="s")
