@@ -181,12 +181,16 @@ class RefitControlService(modelexpress_rl_pb2_grpc.RefitControlServiceServicer):
     @unary
     async def CheckLease(self, request: v1.CheckLeaseRequest, context: Any) -> v1.CheckLeaseResponse:
         uid, worker_id = wire.version_id_in(request.version_id), wire.worker_id_in(request.worker_id)
-        lease_id = wire.lease_id_in(request.lease_id)
+        lease_id, granted_ms = wire.grant_in(request.lease_id)
         found = await self._registry.view(uid)
         live_now = live_leases(found.record, found.moment.now_ms)
         return v1.CheckLeaseResponse(
-            held=any((held.lease_id, held.worker_id) == (lease_id, worker_id) for held in live_now),
-            live_leases=[wire.lease_out(uid, held) for held in live_now],
+            held=any(
+                (held.lease_id, held.worker_id) == (lease_id, worker_id)
+                and granted_ms in (None, held.granted_ms)
+                for held in live_now
+            ),
+            live_leases=[wire.grant_out(uid, held) for held in live_now],
             now_unix_ms=found.moment.now_ms,
         )
 

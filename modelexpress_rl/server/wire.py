@@ -166,10 +166,6 @@ def slot_id_in(value: str) -> SlotId:
     return SlotId(text("source_slot_id", value))
 
 
-def lease_id_in(value: str) -> LeaseId:
-    return LeaseId(text("lease_id", value))
-
-
 def grant_in(value: str) -> tuple[LeaseId, int | None]:
     """A lease as `grant_out` names it, or by its id alone, as 0.7 does; then when it was granted is None."""
     lease_id, dot, granted = text("lease_id", value).partition(".")

@@ -89,7 +89,10 @@ class TestCheckLease:
         other = await api.lease("h", ttl_s=60)
         answer = await check(api, lease.lease_id, "g")
         assert answer.held
-        assert {one.lease_id for one in answer.live_leases} == {lease.lease_id, other.lease_id}
+        granted = {one.worker_id: one.lease_id for one in answer.live_leases}
+        assert {name.partition(".")[0] for name in granted.values()} == {lease.lease_id, other.lease_id}
+        assert (await check(api, granted["g"], "g")).held  # as our readers name it: which grant it was
+        assert not (await check(api, f"{lease.lease_id}.1", "g")).held
         assert lease.expires_at_unix_ms - answer.now_unix_ms == 30_000
         assert not (await check(api, lease.lease_id, "h")).held
         assert not (await check(api, "00000000", "g")).held
