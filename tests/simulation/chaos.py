@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SPANS_S = (0.3, 0.7, 1.2, 2.2, 3.0, 4.5, 7.0, 10.0)
 _EPISODES = (4, 11)
+_SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Chaos:
         self.weights: dict[str, float] = dict(_KINDS)
 
     def plan(self) -> list[Episode]:
-        """Draw the episodes of a whole run."""
+        """Draw the episodes of a whole run; few kinds, and therefore often, in each."""
         rng, until_s = self._rng, self._world.options.chaos_s
-        kinds = sorted(self.weights)
+        kinds = [kind for kind in sorted(self.weights) if rng.random() < _SHARE] or sorted(self.weights)
         episodes: list[Episode] = []
         for _ in range(rng.randint(*_EPISODES)):
             kind = rng.choices(kinds, [self.weights[name] for name in kinds])[0]
@@ -218,17 +219,35 @@ class Chaos:
             at_s, for_s, f"pause of {host.name}", partial(self._hold, host), partial(self._go_on, host)
         )
 
+    def _lag(self, at_s: float, for_s: float) -> Iterator[Episode]:
+        """A registration ends while every server stands still, and it is that of a trainer that is read."""
+        rng, ttl_s = self._rng, self._world.options.registration_ttl_s
+        trainer = rng.choice(self._world.trainers)
+        yield self._reads_take(at_s - 2.0, ttl_s + 4.0, Wire(takes_s=(1.5, 6.0)))
+        servers = [server.name for server in self._world.replicas]
+        yield self._cut(at_s, ttl_s + for_s, trainer.name, servers, "both")
+        stop_at_s, stop_s = at_s + ttl_s - rng.uniform(0.4, 1.0), rng.uniform(0.6, 1.2)
+        for host in self._world.replicas:
+            yield Episode(
+                stop_at_s,
+                stop_s,
+                f"pause of {host.name}",
+                partial(self._hold, host),
+                partial(self._go_on, host),
+            )
+
     def _stutter(self, at_s: float, for_s: float) -> Iterator[Episode]:
         """A generator whose event loop is blocked again and again, while it reads slowly."""
         host, rng = self._rng.choice(self._world.generators), self._rng
-        until_s = at_s + max(for_s, 3.0)
-        yield from self._slow_reads(at_s, max(for_s, 3.0))
+        lease_s = self._world.options.lease_ttl_s
+        until_s = at_s + max(for_s, 6.0)
+        yield self._reads_take(at_s - 0.5, until_s - at_s, Wire(takes_s=(0.3 * lease_s, 1.6 * lease_s)))
         while at_s < until_s:
-            pause_s = rng.choice((0.1, 0.4, 0.9, 1.5, 2.2)) * rng.uniform(0.5, 1.0)
+            pause_s = lease_s * rng.uniform(0.1, 1.4)
             yield Episode(
                 at_s, pause_s, f"pause of {host.name}", partial(self._hold, host), partial(self._go_on, host)
             )
-            at_s += pause_s + rng.uniform(0.05, 1.0)
+            at_s += pause_s + lease_s * rng.uniform(0.1, 0.5)
 
     def _store(self, at_s: float, for_s: float) -> Iterator[Episode]:
         """The store is away, slow, or loses answers."""
@@ -264,14 +283,13 @@ class Chaos:
         yield Episode(at_s, for_s, "streams are held back", partial(hold, True), partial(hold, False))
 
     def _slow_reads(self, at_s: float, for_s: float) -> Iterator[Episode]:
-        rng, hub = self._rng, self._world.hub
-        wire = Wire(
-            rng.choice(((0.1, 0.6), (0.5, 2.0), (1.0, 5.0))),
-            rng.choice((0.0, 0.2)),
-            rng.choice((0.0, 0.0, 0.1)),
-        )
-        if self._world.options.without_digests:
-            wire.damaged = 0.0  # nobody could tell
+        rng = self._rng
+        takes_s = rng.choice(((0.1, 0.6), (0.5, 2.0), (1.0, 5.0)))
+        wire = Wire(takes_s, fails=rng.choice((0.0, 0.2)), damaged=rng.choice((0.0, 0.0, 0.1)))
+        yield self._reads_take(at_s, for_s, wire)
+
+    def _reads_take(self, at_s: float, for_s: float, wire: Wire) -> Episode:
+        hub = self._world.hub
 
         def begin() -> None:
             hub.wire = wire
@@ -279,7 +297,7 @@ class Chaos:
         def end() -> None:
             hub.wire = Wire()
 
-        yield Episode(at_s, for_s, f"slow reads {wire.takes_s} {wire.fails}", begin, end)
+        return Episode(max(at_s, 0.0), for_s, f"slow reads {wire.takes_s} {wire.fails}", begin, end)
 
     def _indecision(self, at_s: float, for_s: float) -> Iterator[Episode]:
         """Engines give stages up, installs fail half-way, trainers leave before a release."""
@@ -334,6 +352,7 @@ _KINDS = {
     "crash_at_commit": 1.5,
     "crash_at_message": 2.0,
     "pause": 3.0,
+    "lag": 1.5,
     "stutter": 1.5,
     "store": 1.5,
     "flush": 0.5,

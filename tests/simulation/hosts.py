@@ -108,7 +108,7 @@ class Host(ABC):
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a finding)
             self.world.monitor.fail("driver", f"{self.life} ended with {error!r}", error)
         finally:
-            if process.alive and process is self.process:
+            if process.alive and process is self.process and not self.world.monitor.closed:
                 self.world.log.add(self.name, "ends")
                 self.done.set()
                 self.world.loop.in_world(0, partial(self._ended, process, silent=False))

@@ -16,11 +16,14 @@ import random
 import sys
 from asyncio import Handle
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 import anyio.lowlevel
 from anyio._backends import _asyncio as backend
+
+from modelexpress_rl import quiet_threads
 
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 MOST_AT_ONE_TIME = 200_000
@@ -96,6 +99,11 @@ class Process:
     def ended(self) -> bool:
         """Whether no task of it is left."""
         return all(task.done() for task in self._tasks)
+
+    @property
+    def left(self) -> list[str]:
+        """The tasks that have not ended, by name."""
+        return [task.get_name() for task in self._tasks if not task.done()]
 
     def _release(self) -> None:
         held, self._held = self._held, []
@@ -239,6 +247,23 @@ async def _in_virtual_thread(
             return func(*args)
 
 
+class _VirtualPool:
+    """A pool of threads, each of which takes some time."""
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        loop, future = asyncio.get_running_loop(), Future[Any]()
+        assert isinstance(loop, SimLoop)
+        loop.call_later(loop.thread_delay_s(), self._do, work, future)
+        return future
+
+    def _do(self, work: Callable[[], Any], future: Future[Any]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+                future.set_exception(error)
+
+
 @contextlib.contextmanager
 def determinism(seed: int) -> Iterator[None]:
     """What would differ from run to run follows from `seed`: chance, threads, the order of sets.
@@ -246,6 +271,7 @@ def determinism(seed: int) -> Iterator[None]:
     These are all the places at which the simulation takes the hand of the libraries below.
     """
     random_class, random_state = random.Random, random.getstate()
+    threads = quiet_threads._threads
     make_scope, in_thread = backend.CancelScope.__init__, backend.AsyncIOBackend.run_sync_in_worker_thread
 
     def make_ordered_scope(self: Any, *args: Any, **named: Any) -> None:
@@ -258,12 +284,14 @@ def determinism(seed: int) -> Iterator[None]:
     random.Random = _SeededRandom  # type: ignore[misc]
     backend.CancelScope.__init__ = make_ordered_scope
     backend.AsyncIOBackend.run_sync_in_worker_thread = staticmethod(_in_virtual_thread)
+    quiet_threads._threads = _VirtualPool  # type: ignore[assignment]
     gc.disable()
     try:
         yield
     finally:
         if collecting:
             gc.enable()
+        quiet_threads._threads = threads
         backend.AsyncIOBackend.run_sync_in_worker_thread = in_thread
         backend.CancelScope.__init__ = make_scope
         random.Random = random_class  # type: ignore[misc]

@@ -23,6 +23,7 @@ from tests.simulation.options import Options
 from tests.simulation.planted import BUGS
 from tests.simulation.store import SharedStore
 from tests.simulation.transport import SimHub, Wire
+from tests.simulation.weights import ROWS
 
 EPOCH_MS = 1_700_000_000_000
 
@@ -71,6 +72,8 @@ class World:
             lambda one, other: self.network.passes(one.split("-")[0], other.split("-")[0]),
             lambda reader, peer: self.monitor.landed(reader, peer),
         )
+        whole = [name for name, rows in options.generators if rows == slice(0, ROWS)]
+        self.hub.verifying = set() if options.without_digests else set(whole)
         self.monitor = Monitor(self)
         self.replicas = [ReplicaHost(self, f"r{number}") for number in range(options.replicas)]
         self.trainers = [TrainerHost(self, name, slot) for name, slot in options.trainers]
@@ -162,6 +165,10 @@ class World:
         ends_s = options.drain_ms / 1000 + options.lease_ttl_s + options.registration_ttl_s
         return 1.1 * (ends_s + 2 * options.retention_ms / 1000) + 3
 
+    def left(self) -> list[str]:
+        """The tasks that have not ended, by name."""
+        return [name for process in self.loop.processes for name in process.left]
+
     def bury(self) -> Iterator[None]:
         """Let every task that is left come to its end."""
         self.job.over = True
@@ -231,7 +238,7 @@ def _run(loop: SimLoop, world: World, script: Callable[[World], object] | None) 
 def _bury(loop: SimLoop, world: World) -> None:
     """After the verdict: nothing may be left to the collector, which would complain."""
     loop.after_event = lambda: None
-    world.monitor.closed = world.log.closed = True
+    world.monitor.closed = world.log.closed = world.calm = True
     world.network.replicas.clear()
     rounds = 0
 
@@ -240,7 +247,7 @@ def _bury(loop: SimLoop, world: World) -> None:
         for _ in world.bury():
             rounds += 1
             if rounds > 200:
-                raise AssertionError("some tasks do not end")
+                raise AssertionError(f"these tasks do not end: {world.left()}")
             await asyncio.sleep(1.0)
 
     with suppress(Deadlock):
