@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import heapq
+import inspect
 import random
 import sys
 from asyncio import Handle
@@ -90,9 +91,9 @@ class Process:
         self.cancel()
 
     def cancel(self) -> None:
-        """Cancel every task that has not ended."""
+        """Cancel every task that has begun and not ended."""
         for task in self._tasks:
-            if not task.done():
+            if not task.done() and inspect.getcoroutinestate(task.get_coro()) != inspect.CORO_CREATED:  # type: ignore[arg-type]
                 task.cancel()
 
     @property

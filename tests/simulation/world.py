@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
+from statemachines.ids import WorkerId
 from tests.simulation.chaos import Chaos
 from tests.simulation.clocks import SimStoreClock
 from tests.simulation.hosts import GeneratorHost, Host, OrchestratorHost, ReplicaHost, TrainerHost
@@ -148,6 +149,9 @@ class World:
             serving = generator.client and generator.client.serving_version_id
             if serving != self.job.last:
                 return f"{generator.life} serves {serving}, and {self.job.last} is the last"
+            known = self.store.records._workers.get(WorkerId(generator.life))
+            if known is None or known.record.serving != serving or known.record.uncertain:
+                return f"the control plane does not know that {generator.life} serves {serving}"
         return None
 
     def _store_is_empty(self) -> str | None:
