@@ -17,6 +17,8 @@ E = TypeVar("E", bound=StrEnum)
 
 MAX_NAME_CHARS = 1024
 """The longest name that our control plane takes."""
+MAX_SECONDS = 1e9
+"""Some thirty years: what is longer is a mistake."""
 _SHOWN_CHARS = 80
 
 
@@ -75,12 +77,15 @@ def seconds(what: str, value: object, *, or_zero: bool = False, or_for_ever: boo
     """A span of time: a positive number.
 
     Raises:
-        UsageError: it is something else, 0 without `or_zero`, infinite without `or_for_ever`, or NaN.
+        UsageError: it is something else, 0 without `or_zero`, over `MAX_SECONDS` (infinity counts where
+            `or_for_ever`), or NaN.
     """
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if good:
         assert isinstance(value, (int, float))
-        good = (value > 0 or (or_zero and value == 0)) and (or_for_ever or not math.isinf(value))
+        good = (value > 0 or (or_zero and value == 0)) and (
+            value <= MAX_SECONDS or (or_for_ever and math.isinf(value))
+        )
     if not good:
         raise UsageError(f"{what}: expected a positive number of seconds, got {shown(value)}")
     assert isinstance(value, (int, float))

@@ -12,6 +12,7 @@ from modelexpress_rl.control import AsyncModelExpressControlClient
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.inference.config import GeneratorSettings, ModelExpressGeneratorConfig
 from modelexpress_rl.monitor import ReadinessMonitor
+from modelexpress_rl.rpc import parse_address, parse_addresses
 from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerEngineContext
 from modelexpress_rl.train.engines.plain import PlainTrainerContext
 from modelexpress_rl.train.settings import resolve
@@ -19,7 +20,7 @@ from modelexpress_rl.version import WeightPayloadFormat, WeightVersionRef
 
 SURROGATE = "\ud800"
 NO_NAMES: list[Any] = ["", "  ", SURROGATE, "a" + SURROGATE, "x" * 2000, 5, None, b"bytes", object()]
-NO_SPANS: list[Any] = ["3", None, True, -1, float("nan"), 1j]
+NO_SPANS: list[Any] = ["3", None, True, -1, float("nan"), 1j, 1e30]
 
 
 class Engine:
@@ -94,6 +95,13 @@ def test_clients_take_names_only(make: Callable[..., object], field: str, value:
         make(**{field: value})
 
 
+@pytest.mark.parametrize("parse", [parse_address, parse_addresses])
+@pytest.mark.parametrize("value", [5, b"host:1", object(), "host:1" + SURROGATE], ids=ascii)
+def test_an_address_is_text(parse: Callable[..., object], value: Any) -> None:
+    with pytest.raises(UsageError, match="server_url"):
+        parse(value, what="server_url")
+
+
 @pytest.mark.parametrize(
     ("make", "field", "value"),
     [
@@ -144,6 +152,7 @@ async def test_a_control_client_refuses_what_it_can_not_send(bad: Any) -> None:
         await refused("model_name", control.list_workers(bad))
         await refused("drain_deadline_s", control.release_weight_version("v", -1))
         await refused("drain_deadline_s", control.release_weight_version("v", float("inf")))
+        await refused("drain_deadline_s", control.release_weight_version("v", 1e30))
         await refused("timeout", control.wait_for_state("v", "READY", float("nan")))
         with pytest.raises(UsageError, match="model_name"):
             control.watch_model(bad)

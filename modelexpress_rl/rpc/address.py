@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from modelexpress_rl import arguments
 from modelexpress_rl.errors import UsageError
 
 _PLAIN = ("http", "grpc", "dns", "ipv4", "ipv6")
@@ -36,7 +37,7 @@ def parse_addresses(text: str, *, what: str = "address") -> Address:
     Raises:
         UsageError: as `parse_address`; or some are to be dialled with TLS and some without.
     """
-    first, *others = [part.strip() for part in text.split(",")]
+    first, *others = [part.strip() for part in arguments.text(what, text).split(",")]
     address = parse_address(first, what=what)
     prefix = f"{address.scheme}://" if address.scheme in ("http", "https", "grpc", "grpcs") else ""
     rest: list[Address] = []
@@ -55,7 +56,7 @@ def parse_address(text: str, *, what: str = "address") -> Address:
     Raises:
         UsageError: it has no host or no port, or more than those.
     """
-    scheme, rest = _split_scheme(text.strip())
+    scheme, rest = _split_scheme(arguments.text(what, text).strip())
     text = _shown(text)
     if scheme not in (None, *_PLAIN, *_SECURE):
         raise UsageError(f"{what}: {text!r} has an unknown scheme {scheme!r}; expected {_ACCEPTED}")
