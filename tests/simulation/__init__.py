@@ -1,4 +1,4 @@
-"""A whole job in one process, on virtual time: real servers, trainers and generators, and all that goes wrong.
+"""A whole job in one process, on virtual time: real servers and clients, and all that goes wrong.
 
     python -m tests.simulation --seed 4711             replay one seed, with its event log
     python -m tests.simulation --seeds 0:10000         run many; a failing one is printed with its command

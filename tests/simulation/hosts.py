@@ -142,7 +142,9 @@ class ReplicaHost(Host):
             hub = WatchHub(registry)
             await tasks.start(hub.run)
             tasks.start_soon(Expiry(registry, clock).run)
-            services = {REFIT: RefitService(registry), REFIT_CONTROL: RefitControlService(registry, hub)}
+            services: dict[str, object] = {REFIT: RefitService(registry)}
+            if not world.options.older_servers:
+                services[REFIT_CONTROL] = RefitControlService(registry, hub)
             world.network.replicas[self.name] = Peer(process, served(services))
             await self.stopping.wait()
             hub.close()

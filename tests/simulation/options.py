@@ -34,6 +34,8 @@ class Options:
     release_grace_s: float = 1.0
     close_timeout_s: float = 6.0
     chaos_s: float = 20.0
+    older_servers: bool = False
+    """Servers that have the RPCs of 0.7 only."""
     drift: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -67,6 +69,7 @@ class Options:
                 name: 1 + rng.uniform(-MOST_DRIFT, MOST_DRIFT)
                 for name in ("store", *names, *(name for name, _ in generators))
             },
+            older_servers=rng.random() < 0.1,
         )
 
     @property
