@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,43 @@ def test_a_store_that_cannot_be_opened_ends_the_demo() -> None:
     with _demo("--trainer", "toy", "--store", "sqlite:/nonexistent/versions.db") as demo:
         assert demo.wait(60) == 1
     assert "/nonexistent/versions.db" in demo.text
+
+
+@pytest.mark.parametrize("how", ["the demo is killed", "a trainer rank is stopped and the demo interrupted"])
+def test_nothing_outlives_the_demo(how: str) -> None:
+    _megatron()
+    with _demo("--steps", "100") as demo:
+        demo.wait_for_line("step 1:", 90)
+        started = _descendants(demo.process.pid)
+        assert len(started) >= 6, started  # the control plane, two generators, torchrun, two ranks
+        if how == "the demo is killed":
+            demo.process.kill()
+        else:
+            [rank, *_] = [
+                pid
+                for pid, words in started.items()
+                if "-u" in words and "modelexpress_rl.cli.demo.trainer" in words
+            ]
+            os.kill(rank, signal.SIGSTOP)
+            demo.process.send_signal(signal.SIGINT)
+        demo.wait(60)
+        deadline = time.monotonic() + 10
+        while left := {pid for pid in started if _words(pid) == started[pid]}:
+            assert time.monotonic() < deadline, [started[pid] for pid in left]
+            time.sleep(0.05)
+
+
+def _descendants(pid: int) -> dict[int, list[str]]:
+    """The processes that come from this one, and their command lines."""
+    found: dict[int, list[str]] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found |= {child: _words(child)} | _descendants(child)
+    return found
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []

@@ -87,7 +87,7 @@ class Orchestrator:
         arguments = ["serve", "--host", "127.0.0.1", "--port", str(port), "--store", self._options.store]
         # Where a store comes back empty, a fence waits for the longest lease that it may have granted.
         arguments += ["--max-lease-ttl", f"{LEASE_TTL_S}s"]
-        child = Child("control plane", ["-m", "modelexpress_rl.cli.main", *arguments], folder / "server.log")
+        child = Child("control plane", ["modelexpress_rl.cli.main", *arguments], folder / "server.log")
         self._children.append(child)
         await child.start()
         await self._until_served(child)
@@ -121,11 +121,11 @@ class Orchestrator:
         environment = {SOCKET_VARIABLE: str(path), "OMP_NUM_THREADS": "1", "MX_WORKER_HOST": "127.0.0.1"}
         rank = ["modelexpress_rl.cli.demo.trainer", "--trainer", self._options.trainer, *sizes]
         rank += ["--mode", self._options.mode]
-        torchrun = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(TRAINER_RANKS)]
+        torchrun = ["torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(TRAINER_RANKS)]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", *rank]
         children = [Child("trainer", torchrun, folder / "trainer.log", environment)]
         for tp in GENERATORS:
-            generator = ["-m", "modelexpress_rl.cli.demo.generator", "--tp", str(tp), *sizes]
+            generator = ["modelexpress_rl.cli.demo.generator", "--tp", str(tp), *sizes]
             generator += ["--lease-ttl", str(LEASE_TTL_S)]
             children.append(
                 Child(f"generator TP {tp}", generator, folder / f"generator-{tp}.log", environment)

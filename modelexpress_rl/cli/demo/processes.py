@@ -23,10 +23,14 @@ class ProcessDied(ModelExpressError):
 
 @dataclass(slots=True)
 class Child:
-    """One process, in a process group of its own, so that what it started ends with it."""
+    """A module as a process, in a process group of its own, so that what it started ends with it.
+
+    It also ends with this process, however that ends.
+    """
 
     name: str
     arguments: list[str]
+    """The module, and what it is given."""
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     process: Process | None = None
@@ -35,7 +39,7 @@ class Child:
         """Start it; a second start, after it ended, appends to the same log."""
         with self.log.open("ab") as log:
             self.process = await anyio.open_process(
-                [sys.executable, *self.arguments],
+                [sys.executable, "-m", "modelexpress_rl.cli.demo.child", *self.arguments],
                 stdin=-3,
                 stdout=log,
                 stderr=log,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import anyio
 
+from modelexpress_rl.cli.demo.child import die_with_parent
 from modelexpress_rl.cli.demo.wires import Line, connect
 from modelexpress_rl.train.client import AsyncModelExpressTrainerClient, StagedWeightVersionShard
 from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerStagingMode
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--mode", required=True)
     parser.add_argument("--sizes", required=True)
     parser.add_argument("--registration-ttl", type=int, default=30)
+    die_with_parent()  # torchrun starts it in a session of its own
     anyio.run(run, parser.parse_args())
     sys.stdout.flush()
 
