@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import heapq
 import inspect
@@ -301,8 +302,16 @@ def determinism(seed: int) -> Iterator[None]:
 
 def _reseed_modules(seed: int) -> None:
     """The generators that modules of ours keep in their globals."""
-    for name in sorted(sys.modules):
-        if name.startswith("modelexpress_rl"):
-            for attribute, value in sorted(vars(sys.modules[name]).items()):
-                if isinstance(value, random.Random):
-                    value.seed(f"{seed} {name}.{attribute}")
+    for name, generator in _generators():
+        generator.seed(f"{seed} {name}")
+
+
+@functools.cache
+def _generators() -> tuple[tuple[str, random.Random], ...]:
+    return tuple(
+        (f"{name}.{attribute}", value)
+        for name in sorted(sys.modules)
+        if name.startswith("modelexpress_rl")
+        for attribute, value in sorted(vars(sys.modules[name]).items())
+        if isinstance(value, random.Random)
+    )

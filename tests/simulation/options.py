@@ -33,7 +33,7 @@ class Options:
     transfer_timeout_s: float = 8.0
     release_grace_s: float = 1.0
     close_timeout_s: float = 6.0
-    chaos_s: float = 20.0
+    chaos_s: float = 18.0
     older_servers: bool = False
     """Servers that have the RPCs of 0.7 only."""
     drift: dict[str, float] = field(default_factory=dict)
