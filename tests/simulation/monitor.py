@@ -24,7 +24,9 @@ from statemachines.worker import WorkerRecord, WorkerState
 from tests.simulation.store import Commit
 
 if TYPE_CHECKING:
-    from tests.simulation.hosts import GeneratorHost, Host, TrainerHost
+    from tests.simulation.generators import GeneratorHost
+    from tests.simulation.hosts import Host
+    from tests.simulation.trainers import TrainerHost
     from tests.simulation.world import World
 
 _LOOKED_AT_S = 12.0

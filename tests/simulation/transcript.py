@@ -32,9 +32,12 @@ from modelexpress_rl.errors import FenceBroken, ModelExpressError
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.train.client import AsyncModelExpressTrainerClient
 from modelexpress_rl.version import WeightPayloadFormat
-from tests.simulation.hosts import GeneratorHost, Host, OrchestratorHost, TrainerHost
+from tests.simulation.generators import GeneratorHost
+from tests.simulation.hosts import Host
 from tests.simulation.network import Noise
 from tests.simulation.options import MODEL, Options
+from tests.simulation.orchestrator import OrchestratorHost
+from tests.simulation.trainers import TrainerHost
 from tests.simulation.transport import Wire
 from tests.simulation.weights import ROWS, Buffer
 from tests.simulation.world import World, simulate

@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from statemachines.ids import WorkerId
 from tests.simulation.chaos import Chaos
 from tests.simulation.clocks import SimStoreClock
-from tests.simulation.hosts import GeneratorHost, Host, OrchestratorHost, ReplicaHost, TrainerHost
+from tests.simulation.generators import GeneratorHost
+from tests.simulation.hosts import Host, ReplicaHost
 from tests.simulation.job import Job
 from tests.simulation.log import EventLog
 from tests.simulation.loop import Deadlock, SimLoop, determinism
 from tests.simulation.monitor import Monitor, Violation
 from tests.simulation.network import Noise, SimNetwork
 from tests.simulation.options import Options
+from tests.simulation.orchestrator import OrchestratorHost
 from tests.simulation.planted import BUGS
 from tests.simulation.store import SharedStore
+from tests.simulation.trainers import TrainerHost
 from tests.simulation.transport import SimHub, Wire
 from tests.simulation.weights import ROWS
 
