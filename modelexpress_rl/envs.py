@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from modelexpress_rl.errors import UsageError
+from modelexpress_rl.topology import ACCEPTS, Topology
 from modelexpress_rl.version import WeightPayloadFormat, WeightSource
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def registration_ttl_s() -> int:
 
 def worker_host() -> str:
     """MX_WORKER_HOST: the host to advertise; else this host's address towards the control plane."""
-    return _text("MX_WORKER_HOST") or _own_address()
+    return _text("MX_WORKER_HOST") or own_address()
 
 
 def worker_grpc_port(device_index: int) -> int:
@@ -62,6 +63,18 @@ def worker_grpc_port(device_index: int) -> int:
 def metadata_port(device_index: int) -> int:
     """MX_METADATA_PORT plus the device index; 0 where unset: the kernel chooses a free one."""
     return _port("MX_METADATA_PORT", device_index)
+
+
+def topology() -> Topology:
+    """MX_TOPOLOGY: labels of where this process runs, such as zone=a,rack=r7; none where unset."""
+
+    def convert(text: str) -> Topology:
+        try:
+            return Topology.parse(text)
+        except UsageError as error:
+            raise ValueError from error
+
+    return _read("MX_TOPOLOGY", convert, ACCEPTS) or Topology()
 
 
 def trainer_staging_mode() -> str:
@@ -297,7 +310,7 @@ def _source_order(text: str) -> tuple[WeightSource, ...]:
     return sources
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address that this host uses towards the outside; no packet is sent to find it."""
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:

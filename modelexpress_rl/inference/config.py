@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from modelexpress_rl import arguments, envs
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.inference.adapter import GeneratorEngineContext
 from modelexpress_rl.object_storage import ObjectStorageGeneratorConfig
+from modelexpress_rl.topology import Topology
 from modelexpress_rl.version import WeightSource
 from statemachines.ids import ModelName, VersionId, WorkerId
 
@@ -24,7 +25,9 @@ class ModelExpressGeneratorConfig:
     `engine_context` says into what versions are installed (`TorchGeneratorContext`). `worker_id` names
     this process's life; one is made where None. TTLs are whole seconds; a lease lives 30 by default.
     `max_transfer_attempts` counts the rounds of reads for one version, the first included.
-    `initial_serving_version_id` names the version that the engine holds already.
+    `initial_serving_version_id` names the version that the engine holds already. `topology` labels where
+    this process runs (`MX_TOPOLOGY` where None): of replicas that no one on this host has, those that share
+    the most labels are read.
     """
 
     engine_context: GeneratorEngineContext | None = None
@@ -39,6 +42,7 @@ class ModelExpressGeneratorConfig:
     object_storage: ObjectStorageGeneratorConfig | None = None
     initial_serving_version_id: str | None = None
     source_order: Sequence[WeightSource | str] | None = None
+    topology: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class GeneratorSettings:
     rpc_timeout_s: float
     transfer_timeout_s: float
     initial_serving_version_id: VersionId | None
+    topology: Topology
 
     @classmethod
     def of(cls, config: ModelExpressGeneratorConfig) -> GeneratorSettings:
@@ -103,6 +108,7 @@ class GeneratorSettings:
             rpc_timeout_s=rpc_timeout_s,
             transfer_timeout_s=envs.transfer_timeout_s(),
             initial_serving_version_id=None if initial is None else VersionId(initial),
+            topology=envs.topology() if config.topology is None else Topology.of(config.topology),
         )
 
 

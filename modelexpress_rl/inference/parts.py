@@ -11,6 +11,7 @@ from modelexpress_rl.background import Background
 from modelexpress_rl.clock import Clock
 from modelexpress_rl.inference.config import GeneratorSettings
 from modelexpress_rl.inference.installation import Installation
+from modelexpress_rl.inference.nearness import Nearness
 from modelexpress_rl.inference.planning import Planning
 from modelexpress_rl.inference.reads import ReadCache
 from modelexpress_rl.inference.session import GeneratorSession
@@ -49,7 +50,7 @@ class GeneratorParts:
         """
         owner = f"generator {settings.worker_id}"
         async with contextlib.AsyncExitStack() as stack:
-            planning = Planning(settings.engine_context.create_adapter(), owner)
+            planning = Planning(settings.engine_context.create_adapter(), owner, Nearness(settings.topology))
             control = await stack.enter_async_context(_control_plane(settings, network))
             if agent is None:
                 agent = await _nixl_agent(f"{owner.replace(' ', '-')}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import anyio.to_thread
@@ -15,6 +16,7 @@ from modelexpress_rl.inference.adapter import (
     StagedTensor,
     WeightLoader,
 )
+from modelexpress_rl.inference.nearness import Nearness
 from modelexpress_rl.inference.recent import Recent
 from modelexpress_rl.inference.sources import VersionSources
 from modelexpress_rl.inference.staging import Arena
@@ -114,6 +116,7 @@ class PlannedVersion:
     loader: WeightLoader
     needs: NeedTable
     reads: ReadPlan
+    distance: Mapping[Source, int]
     _staged: tuple[Arena, tuple[StagedTensor, ...]] | None = field(default=None, repr=False)
 
     def staged(self, arena: Arena) -> tuple[StagedTensor, ...]:
@@ -130,13 +133,14 @@ class PlannedVersion:
 
 
 class Planning:
-    """Plans versions for one rank; `owner` names it in errors, and spreads it over replicas."""
+    """Plans versions for one rank; `owner` names it in errors, and spreads it over replicas equally near."""
 
-    def __init__(self, adapter: GeneratorEngineAdapter, owner: str) -> None:
+    def __init__(self, adapter: GeneratorEngineAdapter, owner: str, nearness: Nearness) -> None:
         self.spread = int.from_bytes(hashlib.sha256(owner.encode()).digest()[:4])
         self.plans_made = 0
         self._adapter = adapter
         self._owner = owner
+        self._nearness = nearness
         self._published: dict[str, PublishedTensor] | None = None
         self._loader: WeightLoader | None = None
         self._planned: Recent[tuple[tuple[str, str, str], ...], PlannedVersion] = Recent()
@@ -163,10 +167,12 @@ class Planning:
         merged = merge(sources.manifests)
         loader = self._loader_for(merged)
         needs = NeedTable.build(loader.needs, owner=self._owner)
-        plan = plan_reads(needs, merged, spread=self.spread)
+        distance = self._nearness.distances(sources.fetched)
+        plan = plan_reads(needs, merged, spread=self.spread, distance=distance)
         prove_plan(plan, needs, merged)
         self.plans_made += 1
-        return PlannedVersion(sources.key, merged, loader, needs, ReadPlan.of(plan, needs, merged))
+        reads = ReadPlan.of(plan, needs, merged)
+        return PlannedVersion(sources.key, merged, loader, needs, reads, distance)
 
     def _loader_for(self, merged: Merged) -> WeightLoader:
         tensors = merged.tensors

@@ -199,6 +199,7 @@ class Pull:
             failed_sources=avoid,
             landed=ended.landed,
             spread=self._settings.spread,
+            distance=self._planned.distance,
         )
 
     async def _part_from_unsettled(self, ended: Round) -> None:

@@ -49,6 +49,7 @@ from modelexpress_rl.rpc.auth import worker_token
 from modelexpress_rl.rpc.channel import Metadata
 from modelexpress_rl.rpc.endpoint import LEASE_ID_HEADER, WORKER_ID_HEADER
 from modelexpress_rl.rpc.network import GRPC, Network
+from modelexpress_rl.topology import Topology
 from statemachines.ids import VersionId, WorkerId, lease_id_of
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONCURRENT_FETCHES = 32
+_NOWHERE = Topology()
 _THREAD_BYTES = 64 << 10  # below this, decoding takes less than handing it to a thread
 
 
@@ -65,6 +67,7 @@ class Fetched:
 
     publication: Publication
     manifest: SourceManifest
+    topology: Topology = _NOWHERE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +125,7 @@ class SourceFetcher:
         self._connect = connect or self._dial
         self._network = network
         self._endpoints: dict[str, WorkerEndpoint] = {}
-        self._manifests: Recent[str, manifests.Manifest] = Recent()
+        self._manifests: Recent[str, tuple[manifests.Manifest, Topology]] = Recent()
         self._limiter = anyio.CapacityLimiter(CONCURRENT_FETCHES)
         self.fetches = 0
 
@@ -208,12 +211,13 @@ class SourceFetcher:
             return DeadlineExceeded(f"{at}: no answer within the transfer's deadline")
 
     async def _fetch_one(self, version_id: VersionId, publication: Publication, deadline: float) -> Fetched:
-        manifest = await self._manifest(version_id, publication, deadline)
-        return Fetched(publication, SourceManifest.of(publication.slot_id, publication.worker_id, manifest))
+        manifest, topology = await self._manifest(version_id, publication, deadline)
+        source = SourceManifest.of(publication.slot_id, publication.worker_id, manifest)
+        return Fetched(publication, source, topology)
 
     async def _manifest(
         self, version_id: VersionId, publication: Publication, deadline: float
-    ) -> manifests.Manifest:
+    ) -> tuple[manifests.Manifest, Topology]:
         kept = self._manifests.get(publication.manifest_digest)
         if kept is not None:
             return kept
@@ -221,7 +225,8 @@ class SourceFetcher:
         request = refit.GetWeightVersionShardManifestRequest(
             version_id=version_id, source_slot_id=publication.slot_id
         )
-        call = self._endpoint(publication.endpoint).get_weight_version_shard_manifest
+        endpoint = self._endpoint(publication.endpoint)
+        call = endpoint.get_weight_version_shard_manifest
         lease = self._lease(version_id)
         answer = await _dialled_anew_once(
             lambda: call(request, timeout_s=self._timeout_s(deadline), metadata=lease)
@@ -230,8 +235,9 @@ class SourceFetcher:
             lambda: _checked_manifest(answer.manifest, answer.manifest_digest, publication),
             len(answer.manifest),
         )
-        self._manifests.put(publication.manifest_digest, manifest)
-        return manifest
+        # Another process of the same content has another agent, and so another manifest.
+        self._manifests.put(publication.manifest_digest, (manifest, endpoint.topology))
+        return manifest, endpoint.topology
 
     async def _digests(
         self, version_id: VersionId, fetched: Fetched, ask: Selection, grid: DigestGrid, deadline: float

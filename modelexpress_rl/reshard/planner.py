@@ -9,7 +9,8 @@ tensor in different ways) is looked at one by one.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ from modelexpress_rl.reshard.proof import corner, prove_cover, prove_needs
 MAX_FRAGMENTS = 4096
 
 Nothing: frozenset[Source] = frozenset()
+EverybodyAlike: Mapping[Source, int] = MappingProxyType({})
 
 
 def plan(
@@ -48,12 +50,13 @@ def plan(
     avoid: Collection[Source] = Nothing,
     only: Bool | None = None,
     spread: int = 0,
+    distance: Mapping[Source, int] = EverybodyAlike,
 ) -> Plan:
     """Plan the reads of all needs, or of those where `only` is true, from sources not in `avoid`.
 
-    Every element is read exactly once. A box that several sources hold is read from one of them, and
-    bytes spread evenly over holders; the choice is the same for the same arguments. Ranks that pass
-    different numbers as `spread` begin with different holders.
+    Every element is read exactly once. A box that several sources hold is read from one of the nearest
+    by `distance` (0 where it doesn't say), and bytes spread evenly over those; the choice is the same for
+    the same arguments. Ranks that pass different numbers as `spread` begin with different holders.
 
     Raises:
         IncompleteVersionError: an element that is needed is held by nobody who may be read.
@@ -63,7 +66,7 @@ def plan(
     width = max(needs.width, merged.tensors.width)
     lo = widened(needs.offset[rows], width, 0)
     hi = lo + widened(needs.shape[rows], width, 1)
-    return _plan(needs, merged, rows, lo, hi, frozenset(avoid), spread)
+    return _plan(needs, merged, rows, lo, hi, frozenset(avoid), spread, distance)
 
 
 def replan(
@@ -74,6 +77,7 @@ def replan(
     failed_sources: Collection[Source],
     landed: Bool,
     spread: int = 0,
+    distance: Mapping[Source, int] = EverybodyAlike,
 ) -> Plan:
     """Plan again the pieces of `before` that are not `landed`, without `failed_sources`.
 
@@ -91,7 +95,8 @@ def replan(
         raise UsageError("merged: not of the version that was planned before")
     lo = widened(before.pieces.offset[left], width, 0)
     hi = lo + widened(before.pieces.shape[left], width, 1)
-    return _plan(needs, merged, before.pieces.need[left], lo, hi, frozenset(failed_sources), spread)
+    avoid = frozenset(failed_sources)
+    return _plan(needs, merged, before.pieces.need[left], lo, hi, avoid, spread, distance)
 
 
 def _plan(
@@ -102,12 +107,13 @@ def _plan(
     target_hi: Int,
     avoid: frozenset[Source],
     spread: int,
+    distance: Mapping[Source, int],
 ) -> Plan:
     tensor = prove_needs(needs, merged, target_need)
     width = target_lo.shape[1]
     shard_lo = widened(merged.shards.offset, width, 0)
     shard_hi = shard_lo + widened(merged.shards.shape, width, 1)
-    holders = _Holders.of(merged, avoid)
+    holders = _Holders.of(merged, avoid, distance)
     box_row = holders.rows[holders.first]
     first_box = holders.tensor_box_start[tensor]
     pieces = intersect(
@@ -130,7 +136,7 @@ def _plan(
 
 
 class _Holders:
-    """The boxes that somebody who may be read holds, and their rows in the merged table.
+    """The boxes that somebody who may be read holds, and the rows of the nearest who do.
 
     Box b is at rows[first[b]] .. rows[first[b] + count[b] - 1].
     """
@@ -142,12 +148,17 @@ class _Holders:
         self.tensor_box_start = tensor_box_start
 
     @classmethod
-    def of(cls, merged: Merged, avoid: frozenset[Source]) -> _Holders:
-        """Leave out the rows of `avoid`, and the boxes that only they hold."""
+    def of(cls, merged: Merged, avoid: frozenset[Source], distance: Mapping[Source, int]) -> _Holders:
+        """Leave out the rows of `avoid`, those of holders farther than others, and boxes of nobody."""
         starts = merged.box_start
-        if avoid.isdisjoint(merged.sources):
+        alike = len({distance.get(source, 0) for source in merged.sources}) < 2
+        if alike and avoid.isdisjoint(merged.sources):
             return cls(np.arange(len(merged.shards)), starts[:-1], np.diff(starts), merged.tensor_box_start)
         allowed = merged.source_rows(avoid)
+        if not alike and len(allowed):
+            far = np.array([distance.get(source, 0) for source in merged.sources], np.int64)
+            of_row = np.where(allowed, far[merged.shards.source], np.iinfo(np.int64).max)
+            allowed &= of_row == np.repeat(np.minimum.reduceat(of_row, starts[:-1]), np.diff(starts))
         before = np.concatenate([[0], np.cumsum(allowed)])
         count = before[starts[1:]] - before[starts[:-1]]
         held = count > 0

@@ -155,6 +155,7 @@ class Client:
                 await stream.send_message(request, end=True)
                 self._limit_incoming(stream)
                 answer = await stream.recv_message()
+                self._note_headers(stream.initial_metadata or {})
         except Exception as error:
             cause = self._cause(channel, call, error)
             self._judge(channel, error, silent=self._heard == heard_before)
@@ -238,6 +239,9 @@ class Client:
     def _expected_name(self) -> str | None:
         """The name that the peer's certificate must hold; None: the host that is dialled."""
         return None
+
+    def _note_headers(self, headers: Mapping[str, str | bytes]) -> None:
+        """What came with an answer; most clients don't care."""
 
     def _cause(
         self, channel: grpclib.client.Channel, call: grpclib.client.Stream[Any, Any], error: Exception

@@ -5,7 +5,8 @@ Every RPC is an async method that takes its request message and `timeout_s` (a s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -15,12 +16,14 @@ from google.protobuf.message import Message
 from modelexpress_rl import envs
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
+from modelexpress_rl.errors import UsageError
 from modelexpress_rl.rpc import tls
 from modelexpress_rl.rpc.address import Address, parse_addresses
 from modelexpress_rl.rpc.auth import TokenFile
 from modelexpress_rl.rpc.channel import Client, Metadata
 from modelexpress_rl.rpc.methods import ServerStream, Unary
 from modelexpress_rl.rpc.replicas import Replicas
+from modelexpress_rl.topology import TOPOLOGY_HEADER, Topology
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -176,7 +179,18 @@ class ControlPlane(Client):
 
 
 class WorkerEndpoint(Client):
-    """A trainer process's manifests, and digests where it is one of ours."""
+    """A trainer process's manifests, and digests where it is one of ours.
+
+    `topology` are the labels that it said it has, once it has handed out a manifest.
+    """
+
+    topology = Topology()
+
+    def _note_headers(self, headers: Mapping[str, str | bytes]) -> None:
+        told = headers.get(TOPOLOGY_HEADER)
+        if isinstance(told, str):
+            with contextlib.suppress(UsageError):  # a peer's odd labels make it far, not unreadable
+                self.topology = Topology.parse(told)
 
     def _expected_name(self) -> str | None:
         return envs.tls_worker_name()

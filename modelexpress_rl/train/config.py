@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,8 @@ class ModelExpressTrainerConfig:
     `device_id` is the device index (`LOCAL_RANK` where None). `agent_name` names the NIXL agent and
     must be unique in the job; `worker_id` names this process's life. Both are made where None.
     `registration_ttl_seconds` is whole seconds. `process_group` and `object_storage` belong to
-    WRITE_TO_STORAGE.
+    WRITE_TO_STORAGE. `topology` labels where this process runs (`MX_TOPOLOGY` where None): generators
+    prefer replicas that share theirs.
 
     Further bounds, in seconds: `release_grace_seconds` is how long a released publication waits for
     the orchestrator to release the version before it is retracted; `close_timeout_seconds` how long
@@ -70,3 +72,4 @@ class ModelExpressTrainerConfig:
     close_timeout_seconds: float = 10.0
     max_lease_ttl_seconds: float = 300.0
     staging_timeout_seconds: float = 300.0
+    topology: Mapping[str, str] | None = None

@@ -17,6 +17,7 @@ from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.reshard.grid import GRID, Selection
 from modelexpress_rl.rpc.network import GRPC, Network
+from modelexpress_rl.topology import TOPOLOGY_HEADER, Topology
 from modelexpress_rl.train.adapter import TileDigests, WeightVersionShardManifest
 from modelexpress_rl.train.security import Gate, WorkerSecurity
 
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 PORT_VARIABLE = "MX_WORKER_GRPC_PORT"
 DIGEST_TIMEOUT_S = 120.0
 _OPEN = WorkerSecurity()
+_NOWHERE = Topology()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class ManifestService:
     """Serves the manifests of one client; one server, one port of its own.
 
     `advertised_host` is what readers dial. `port` 0 lets the kernel choose. `security` says what they
-    have to show.
+    have to show, `topology` what is told them of where this process runs.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class ManifestService:
         port: int = 0,
         network: Network = GRPC,
         security: WorkerSecurity = _OPEN,
+        topology: Topology = _NOWHERE,
     ) -> None:
         self._host = advertised_host
         self._served: dict[tuple[str, str], ServedShard] = {}
-        services = (_Manifests(self._served, security.gate), _Digests(self._served, security.gate))
+        manifests = _Manifests(self._served, security.gate, topology)
+        services = (manifests, _Digests(self._served, security.gate))
         # A loopback address is meant for this host only; any other may stand for any interface.
         self._server = network.endpoint_server(
             services, host=_interface(advertised_host), port=port, **_demands(security)
@@ -102,9 +106,10 @@ class ManifestService:
 
 
 class _Manifests(refit_grpc.RefitWorkerServiceBase):
-    def __init__(self, served: Mapping[tuple[str, str], ServedShard], gate: Gate) -> None:
+    def __init__(self, served: Mapping[tuple[str, str], ServedShard], gate: Gate, topology: Topology) -> None:
         self._served = served
         self._gate = gate
+        self._headers = {TOPOLOGY_HEADER: str(topology)} if topology.labels else None
 
     async def GetWeightVersionShardManifest(  # noqa: N802 (the wire's name)
         self,
@@ -116,6 +121,8 @@ class _Manifests(refit_grpc.RefitWorkerServiceBase):
         assert request is not None
         await self._gate.admit(request.version_id, stream.metadata or {})
         shard = _find(self._served, request.version_id, request.source_slot_id)
+        if self._headers is not None:
+            await stream.send_initial_metadata(metadata=self._headers)
         await stream.send_message(
             refit.GetWeightVersionShardManifestResponse(
                 manifest=shard.manifest.data, manifest_digest=shard.manifest.digest

@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 import anyio
 
 from modelexpress_rl.rpc.network import GRPC, Network
+from modelexpress_rl.topology import Topology
 from modelexpress_rl.train.manifest_service import ManifestService
 from modelexpress_rl.train.security import WorkerSecurity, readers_must_prove
 from modelexpress_rl.transport.port import Agent
@@ -27,6 +28,8 @@ class WhereToListen(Protocol):
     def grpc_port(self) -> int: ...
     @property
     def device_index(self) -> int | None: ...
+    @property
+    def topology(self) -> Topology: ...
 
 
 AgentFactory: TypeAlias = Callable[[WhereToListen], Awaitable[Agent]]
@@ -71,7 +74,9 @@ class TrainerResources:
         Raises:
             UsageError: a configured port is taken, or the transport isn't installed.
         """
-        service = ManifestService(where.host, port=where.grpc_port, network=network, security=security)
+        service = ManifestService(
+            where.host, port=where.grpc_port, network=network, security=security, topology=where.topology
+        )
         await service.start()
         security.tell_if_open(where.host)
         try:

@@ -12,6 +12,7 @@ from modelexpress_rl import arguments, envs
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.object_storage import ObjectStorageConfig
 from modelexpress_rl.rpc import Address, parse_addresses
+from modelexpress_rl.topology import Topology
 from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerEngineContext, TrainerStagingMode
 from modelexpress_rl.version import WeightPayloadFormat
 
@@ -43,6 +44,7 @@ class TrainerSettings:
     device_index: int | None
     host: str
     grpc_port: int
+    topology: Topology
 
 
 def resolve(config: ModelExpressTrainerConfig) -> TrainerSettings:
@@ -86,6 +88,7 @@ def resolve(config: ModelExpressTrainerConfig) -> TrainerSettings:
         device_index=device_index,
         host=envs.worker_host(),
         grpc_port=envs.worker_grpc_port(device_index or 0),
+        topology=envs.topology() if config.topology is None else Topology.of(config.topology),
     )
 
 

@@ -21,6 +21,7 @@ from modelexpress_rl.reshard.grid import LEVELS, SLABS, Selection
 from modelexpress_rl.reshard.hashing import ShardDigests, ShardHasher, encode_answer
 from modelexpress_rl.rpc import ControlPlane
 from modelexpress_rl.rpc.endpoint import EndpointServer
+from modelexpress_rl.topology import TOPOLOGY_HEADER
 from modelexpress_rl.transport.port import Agent, Region
 
 NUMPY_DTYPES = {"float32": "torch.float32", "float16": "torch.float16", "uint16": "torch.bfloat16"}
@@ -66,6 +67,7 @@ class Publisher:
         # one does whose grid is another.
         self.digests_are = "selected"
         self.damages_digests = False
+        self.topology = ""
         self.answering = anyio.Event()
         self.answering.set()
         self._ttl_s = ttl_s
@@ -173,6 +175,8 @@ class _Manifests(refit_grpc.RefitWorkerServiceBase):
         request = await stream.recv_message()
         self._publisher.calls.append("manifest")
         await self._publisher.answering.wait()
+        if self._publisher.topology:
+            await stream.send_initial_metadata(metadata={TOPOLOGY_HEADER: self._publisher.topology})
         found = self._publisher.served[request.version_id, request.source_slot_id]
         await stream.send_message(
             refit.GetWeightVersionShardManifestResponse(manifest=found.manifest, manifest_digest=found.digest)
