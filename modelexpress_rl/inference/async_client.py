@@ -280,9 +280,10 @@ class AsyncModelExpressGeneratorClient:
         parts, installation = self._parts, self._installation
         deadline = anyio.current_time() + parts.settings.transfer_timeout_s
         with record.stage("source_preparation"):
-            sources = await parts.fetcher.fetch(lease.version_id, lease.publications, deadline)
-            gone = frozenset(publication.worker_id for publication in lease.publications) - lease.confirmed
-            sources = sources.without(gone) if gone else sources
+            assert installation.work is not None
+            departed = installation.work.departed
+            sources = await parts.fetcher.fetch(lease.version_id, lease.publications, deadline, departed)
+            sources = sources.without(lease.gone) if lease.gone else sources
         with record.stage("transfer_planning"):
             planned = await parts.planning.planned(sources)
         self._feed(PlanMade(planned.reads.workers, proven=True))
@@ -316,6 +317,8 @@ class AsyncModelExpressGeneratorClient:
                 parts.settings.transfer_timeout_s,
                 parts.settings.max_transfer_attempts,
                 parts.planning.spread,
+                max_in_flight_bytes=parts.settings.max_in_flight_bytes,
+                stall_timeout_s=parts.settings.stall_timeout_s,
             ),
             on_failover=self._installation.fail_over,
         )

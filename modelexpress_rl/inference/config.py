@@ -16,6 +16,7 @@ from statemachines.ids import ModelName, VersionId, WorkerId
 
 DEFAULT_LEASE_TTL_S = 30
 MAX_ATTEMPTS = 100
+DEFAULT_IN_FLIGHT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class ModelExpressGeneratorConfig:
     `max_transfer_attempts` counts the rounds of reads for one version, the first included.
     `initial_serving_version_id` names the version that the engine holds already. `topology` labels where
     this process runs (`MX_TOPOLOGY` where None): of replicas that no one on this host has, those that share
-    the most labels are read.
+    the most labels are read. At most `max_in_flight_bytes` are read at a time, and a source of which
+    nothing arrives for `stall_timeout_seconds` is given up for a replica.
     """
 
     engine_context: GeneratorEngineContext | None = None
@@ -43,6 +45,8 @@ class ModelExpressGeneratorConfig:
     initial_serving_version_id: str | None = None
     source_order: Sequence[WeightSource | str] | None = None
     topology: Mapping[str, str] | None = None
+    max_in_flight_bytes: int = DEFAULT_IN_FLIGHT_BYTES
+    stall_timeout_seconds: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class GeneratorSettings:
     transfer_timeout_s: float
     initial_serving_version_id: VersionId | None
     topology: Topology
+    max_in_flight_bytes: int
+    stall_timeout_s: float
 
     @classmethod
     def of(cls, config: ModelExpressGeneratorConfig) -> GeneratorSettings:
@@ -109,6 +115,10 @@ class GeneratorSettings:
             transfer_timeout_s=envs.transfer_timeout_s(),
             initial_serving_version_id=None if initial is None else VersionId(initial),
             topology=envs.topology() if config.topology is None else Topology.of(config.topology),
+            max_in_flight_bytes=arguments.whole(
+                "max_in_flight_bytes", config.max_in_flight_bytes, 1, 1 << 62
+            ),
+            stall_timeout_s=arguments.seconds("stall_timeout_seconds", config.stall_timeout_seconds),
         )
 
 

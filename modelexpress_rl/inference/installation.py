@@ -7,13 +7,14 @@ leases, freeing or quarantining staging and reporting are done here, when the ma
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from modelexpress_rl.clock import Clock
 from modelexpress_rl.errors import LeaseLost, StateError
 from modelexpress_rl.inference.lease import HeldLease
 from modelexpress_rl.inference.pull import Pull
 from modelexpress_rl.inference.session import GeneratorSession
+from modelexpress_rl.inference.sources import Departed
 from modelexpress_rl.inference.staging import Arena, StagingPool
 from modelexpress_rl.transport.port import Read
 from statemachines import installation as machine
@@ -47,6 +48,7 @@ class Work:
 
     version_id: VersionId
     lease: HeldLease
+    departed: Departed = field(default_factory=Departed)
     pull: Pull | None = None
     arena: Arena | None = None
 
@@ -131,6 +133,8 @@ class Installation:
     def _renewed(self, lease: HeldLease) -> None:
         before = self.record.working
         self.feed(LeaseRenewed(lease.deadline_ms, lease.confirmed))
+        if self.work is not None:
+            self.work.departed.add(lease.gone)
         pull = None if self.work is None else self.work.pull
         confirmed = getattr(before, "confirmed", None)
         if pull is not None and confirmed is not None:

@@ -223,6 +223,11 @@ class HeldLease:
         return self._record.deadline_ms
 
     @property
+    def gone(self) -> frozenset[WorkerId]:
+        """The publishers of the grant that were no longer live at the last renewal."""
+        return frozenset(publication.worker_id for publication in self.publications) - self.confirmed
+
+    @property
     def live(self) -> bool:
         """Whether we may read now."""
         return machine.live(self._record, self._clock.now_ms())

@@ -29,7 +29,7 @@ from modelexpress_rl.errors import (
 from modelexpress_rl.inference.checks import Checks
 from modelexpress_rl.inference.planning import PlannedVersion, ReadPlan
 from modelexpress_rl.inference.reads import ReadCache
-from modelexpress_rl.inference.round import Round
+from modelexpress_rl.inference.round import MIN_BYTES_PER_S, Round, RoundLimits
 from modelexpress_rl.inference.sources import SourceFetcher, VersionSources
 from modelexpress_rl.inference.staging import Arena, StagingPool
 from modelexpress_rl.inference.tasks import first_of
@@ -42,8 +42,6 @@ from statemachines.ids import WorkerId
 
 _log = logging.getLogger(__name__)
 
-# A read that moves less than this for its whole round has stalled.
-MIN_BYTES_PER_S = 8 << 20
 READ_GRACE_S = 10.0
 _SETTLE_S = 0.5
 
@@ -55,6 +53,8 @@ class PullSettings:
     timeout_s: float
     max_attempts: int
     spread: int
+    max_in_flight_bytes: int = 1 << 30
+    stall_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,7 @@ class Pull:
                 checks=Checks(reads, self._sources, self._fetcher),
                 sources=self._sources,
                 arena=self.arena,
-                read_deadline=self._read_deadline(reads, deadline),
-                deadline=deadline,
+                limits=self._limits(reads, deadline),
             )
             await current.run()
             verified += current.verified
@@ -163,6 +162,11 @@ class Pull:
             self._reading = reads.workers
             self._on_failover(_workers(current.failures), self._reading)
         raise self._error(current, attempt)
+
+    def _limits(self, reads: ReadPlan, deadline: float) -> RoundLimits:
+        settings = self._settings
+        read_deadline = self._read_deadline(reads, deadline)
+        return RoundLimits(read_deadline, deadline, settings.max_in_flight_bytes, settings.stall_timeout_s)
 
     def _read_deadline(self, reads: ReadPlan, deadline: float) -> float:
         now = anyio.current_time()

@@ -1,23 +1,43 @@
-"""One round of reads: all posted before the first is awaited, each verified as soon as it landed."""
+"""One round of reads: a bounded window of them in flight, each verified as soon as it landed."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import anyio
 import numpy as np
 
 from modelexpress_rl.clock import Clock
-from modelexpress_rl.errors import ModelExpressError, PeerError, TransferError
+from modelexpress_rl.errors import ModelExpressError, PeerError, TransferError, TransferTimeout
 from modelexpress_rl.inference.checks import Checks
 from modelexpress_rl.inference.planning import Chunk, ReadPlan
 from modelexpress_rl.inference.reads import ReadCache
 from modelexpress_rl.inference.sources import VersionSources
 from modelexpress_rl.inference.staging import Arena
+from modelexpress_rl.inference.window import Window
 from modelexpress_rl.reshard.geometry import Source
 from modelexpress_rl.reshard.verify import Verified
 from modelexpress_rl.transport.port import Agent, Read
 from statemachines.ids import WorkerId
+
+# A source that moves less than this has stalled.
+MIN_BYTES_PER_S = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    """Bounds of one round; the deadlines are on the clock of `anyio.current_time()`.
+
+    No read is awaited past `read_deadline`, no digest past `deadline`. A source of which nothing landed
+    for `stall_timeout_s`, and for as long as its bytes in flight take at `MIN_BYTES_PER_S`, has failed.
+    """
+
+    read_deadline: float
+    deadline: float
+    max_in_flight_bytes: int
+    stall_timeout_s: float
 
 
 class Round:
@@ -38,8 +58,7 @@ class Round:
         checks: Checks,
         sources: VersionSources,
         arena: Arena,
-        read_deadline: float,
-        deadline: float,
+        limits: RoundLimits,
     ) -> None:
         self.landed = np.zeros(len(reads.plan.pieces), np.bool_)
         self.failures: dict[Source, Exception] = {}
@@ -53,8 +72,10 @@ class Round:
         self._checks = checks
         self._sources = sources
         self._arena = arena
-        self._read_deadline = read_deadline
-        self._deadline = deadline
+        self._limits = limits
+        self._window = Window(reads.chunks, limits.max_in_flight_bytes)
+        self._moved = anyio.Event()
+        self._progress: dict[Source, float] = {}
         self._reads: list[Read] = []
         self._open: dict[Source, list[anyio.CancelScope]] = {}
 
@@ -64,55 +85,110 @@ class Round:
         return [read for read in self._reads if not read.settled]
 
     async def run(self) -> None:
-        """Post everything, then wait for each read until it landed, failed, or its deadline passed."""
-        async with anyio.create_task_group() as digests:
-            digests.start_soon(self._checks.fetch, self._deadline)
+        """Post what the window allows, and more as reads land, until each landed, failed, or timed out.
+
+        The first reads of all sources are posted before any is awaited, as far as the window allows.
+        """
+        async with anyio.create_task_group() as beside:
+            beside.start_soon(self._checks.fetch, self._limits.deadline)
+            beside.start_soon(self._watch_for_stalls)
             async with anyio.create_task_group() as group:
-                for chunk in self._plan.chunks:
-                    if chunk.source in self.failures:
+                while not self._window.exhausted:
+                    chunk = self._window.next()
+                    if chunk is None:
+                        await self._moved.wait()
                         continue
                     read = await self._post(chunk)
                     if read is not None:
                         group.start_soon(self._finish, chunk, read)
-            digests.cancel_scope.cancel()  # those of sources that failed are not waited for
+            beside.cancel_scope.cancel()  # digests of sources that failed are not waited for
 
     def drop(self, workers: Collection[WorkerId], reason: str) -> None:
         """Give up these workers' reads that have not landed: the lease no longer protects them."""
         for chunk in self._plan.chunks:
             source = chunk.source
             if source.worker_id in workers and not self.landed[chunk.rows].all():
-                self._fail(source, TransferError(f"{source}: {reason}", peer=source.agent_name))
-                for scope in self._open.get(source, ()):
-                    scope.cancel()
+                self._give_up(source, TransferError(f"{source}: {reason}", peer=source.agent_name))
 
     async def _post(self, chunk: Chunk) -> Read | None:
         manifest = self._sources.of(chunk.source).manifest.manifest
         try:
             prepared = await self._cache.prepared(chunk, self._plan.plan, manifest, self._arena)
+            if chunk.source in self.failures:
+                return None
             read = await self._agent.post(prepared)
         except (TransferError, PeerError) as error:
             self._fail(chunk.source, error)
             return None
         self._reads.append(read)
         self.posted_bytes += chunk.total_bytes
+        self._progress.setdefault(chunk.source, anyio.current_time())
         return read
 
     async def _finish(self, chunk: Chunk, read: Read) -> None:
+        source = chunk.source
         with anyio.CancelScope() as scope:
-            self._open.setdefault(chunk.source, []).append(scope)
+            self._open.setdefault(source, []).append(scope)
+            if source in self.failures:  # given up before this task began
+                scope.cancel()
             try:
-                await read.wait(self._read_deadline)
+                await read.wait(self._limits.read_deadline)
                 self.last_read_ms = max(self.last_read_ms, self._clock.now_ms())
+                self._has_landed(chunk)
                 verified = await self._checks.verify(chunk, self._arena)
             except ModelExpressError as error:
-                self._fail(chunk.source, error)
+                self._fail(source, error)
             else:
                 self.landed[chunk.rows] = True
                 self.verified += verified
-        scopes = self._open[chunk.source]
+        scopes = self._open[source]
         scopes.remove(scope)
         if not scopes:
-            del self._open[chunk.source]
+            del self._open[source]
+        if scope.cancel_called and not read.settled:
+            await _tell_abandoned(read)
+
+    def _has_landed(self, chunk: Chunk) -> None:
+        self._window.landed(chunk)
+        self._progress[chunk.source] = anyio.current_time()
+        self._tell_moved()
 
     def _fail(self, source: Source, error: Exception) -> None:
         self.failures.setdefault(source, error)
+        self._window.give_up(source)
+        self._tell_moved()
+
+    def _give_up(self, source: Source, error: Exception) -> None:
+        self._fail(source, error)
+        for scope in self._open.get(source, ()):
+            scope.cancel()
+
+    def _tell_moved(self) -> None:
+        self._moved.set()
+        self._moved = anyio.Event()
+
+    async def _watch_for_stalls(self) -> None:
+        stall_s = self._limits.stall_timeout_s
+        while True:
+            now, due = anyio.current_time(), anyio.current_time() + stall_s
+            for source, in_flight in list(self._window.in_flight.items()):
+                if not in_flight or source not in self._progress:
+                    continue
+                allowed_s = stall_s + in_flight / MIN_BYTES_PER_S
+                ends = self._progress[source] + allowed_s
+                if ends > now:
+                    due = min(due, ends)
+                    continue
+                stalled = TransferTimeout(
+                    f"nothing landed for {now - self._progress[source]:.1f} s, with {in_flight} bytes in "
+                    f"flight; {allowed_s:.1f} s are allowed",
+                    peer=source.agent_name,
+                )
+                self._give_up(source, stalled)
+            await anyio.sleep_until(due)
+
+
+async def _tell_abandoned(read: Read) -> None:
+    """Let the transport know that nobody awaits this read any more."""
+    with contextlib.suppress(ModelExpressError):
+        await read.wait(anyio.current_time())

@@ -8,9 +8,10 @@ version it was.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -57,6 +58,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONCURRENT_FETCHES = 32
+REPLICA_GRACE_S = 1.0
 _NOWHERE = Topology()
 _THREAD_BYTES = 64 << 10  # below this, decoding takes less than handing it to a thread
 
@@ -106,6 +108,33 @@ class VersionSources:
         return next(f for f in self.fetched if f.manifest.source == source)
 
 
+class Departed:
+    """Workers that the control plane no longer counts as live, told while their manifests are fetched."""
+
+    def __init__(self) -> None:
+        self.workers: frozenset[WorkerId] = frozenset()
+        self._waiting: dict[WorkerId, list[anyio.CancelScope]] = {}
+
+    def add(self, workers: frozenset[WorkerId]) -> None:
+        """They departed: nothing is fetched of them any more."""
+        self.workers |= workers
+        for worker_id in workers:
+            for scope in self._waiting.get(worker_id, ()):
+                scope.cancel()
+
+    @contextlib.contextmanager
+    def ends(self, worker_id: WorkerId) -> Iterator[anyio.CancelScope]:
+        """A scope that is cancelled when this worker departs."""
+        with anyio.CancelScope() as scope:
+            if worker_id in self.workers:
+                scope.cancel()
+            self._waiting.setdefault(worker_id, []).append(scope)
+            try:
+                yield scope
+            finally:
+                self._waiting[worker_id].remove(scope)
+
+
 class SourceFetcher:
     """Fetches from trainer processes; keeps one connection to each, and the manifests last used.
 
@@ -130,21 +159,47 @@ class SourceFetcher:
         self.fetches = 0
 
     async def fetch(
-        self, version_id: VersionId, publications: Sequence[Publication], deadline: float
+        self,
+        version_id: VersionId,
+        publications: Sequence[Publication],
+        deadline: float,
+        departed: Departed | None = None,
     ) -> VersionSources:
         """Fetch and check what is not kept; `deadline` is on the clock of `anyio.current_time()`.
+
+        Once every slot has a publication, the other replicas are waited for as long again (at least
+        `REPLICA_GRACE_S`): one that is frozen must not hold the stage up. Nor is one that departed.
 
         Raises:
             ModelExpressError: a slot has no publication that can be used. It is the first such error,
                 of its own class: ManifestError (not what was announced), Unavailable, DeadlineExceeded.
         """
-        results: list[Fetched | ModelExpressError] = [DeadlineExceeded("not fetched")] * len(publications)
+        departed = departed or Departed()
+        results: list[Fetched | ModelExpressError] = [
+            DeadlineExceeded(f"version {version_id}: {publication}: no manifest, and others have it all")
+            for publication in publications
+        ]
+        missing = {publication.slot_id for publication in publications}
+        begun = anyio.current_time()
 
         async def one(number: int) -> None:
             publication = publications[number]
-            results[number] = await self._outcome(
-                lambda: self._fetch_one(version_id, publication, deadline), version_id, publication, deadline
-            )
+            with departed.ends(publication.worker_id) as ended:
+                results[number] = await self._outcome(
+                    lambda: self._fetch_one(version_id, publication, deadline),
+                    version_id,
+                    publication,
+                    deadline,
+                )
+            if ended.cancelled_caught:
+                results[number] = Unavailable(
+                    f"version {version_id}: {publication}: no manifest before it was no longer live"
+                )
+            if isinstance(results[number], Fetched) and publication.slot_id in missing:
+                missing.remove(publication.slot_id)
+                if not missing:
+                    now = anyio.current_time()
+                    group.cancel_scope.deadline = now + max(now - begun, REPLICA_GRACE_S)
 
         async with anyio.create_task_group() as group:
             for number in range(len(publications)):
