@@ -94,6 +94,21 @@ def transfer_timeout_s() -> float:
     return _float("MX_TRANSFER_TIMEOUT", 900.0, above=0.0)
 
 
+def transport_cost_file() -> str:
+    """MX_TRANSPORT_COST_FILE (transport-cost.json in modelexpress_rl of the user's cache directory).
+
+    Where `mx-rl bench transport` stores what it measured, and from where reads are planned.
+    """
+    return _text("MX_TRANSPORT_COST_FILE") or os.path.join(
+        _cache_home(), "modelexpress_rl/transport-cost.json"
+    )
+
+
+def transport_cost_file_is_named() -> bool:
+    """Whether MX_TRANSPORT_COST_FILE is set: the file must then be there."""
+    return _text("MX_TRANSPORT_COST_FILE") is not None
+
+
 def reshard_publish_digest() -> bool:
     """MX_RESHARD_PUBLISH_DIGEST (0): publish a digest of every shard."""
     return _bool("MX_RESHARD_PUBLISH_DIGEST", default=False)
@@ -225,6 +240,11 @@ def local_rank() -> int | None:
 def rank() -> int | None:
     """RANK: the global rank."""
     return _optional_int("RANK")
+
+
+def _cache_home() -> str:
+    home = _text("XDG_CACHE_HOME")
+    return home if home and os.path.isabs(home) else os.path.expanduser("~/.cache")
 
 
 def _text(name: str) -> str | None:

@@ -34,7 +34,7 @@ def split(plan: Plan, merged: Merged, limit_bytes: int) -> Plan:
     own = of_big[piece[rows]]
     skipped = number[rows] * per_cut[own]
     extent = np.minimum(per_cut[own], slabs[own] - skipped) * slab[own]
-    _narrow(table, rows, axis[own], skipped * slab[own], extent)
+    narrow(table, rows, axis[own], skipped * slab[own], extent)
     start = np.concatenate([np.zeros(1, np.int64), np.cumsum(cuts)])
     reads = tuple(
         replace(each, first=int(start[each.first]), last=int(start[each.last])) for each in plan.reads
@@ -61,7 +61,7 @@ def _slabs(pieces: PieceTable, merged: Merged, big: Int) -> tuple[Int, Int, Int]
     return axis, slab, np.where(whole, extent // slab, 0)
 
 
-def _narrow(table: PieceTable, rows: Int, axis: Int, skipped: Int, extent: Int) -> None:
+def narrow(table: PieceTable, rows: Int, axis: Int, skipped: Int, extent: Int) -> None:
     """Make the pieces at `rows` those of `extent` elements after `skipped`, along one axis each."""
     at = rows, axis
     whole = table.shape[at]
