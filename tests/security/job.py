@@ -12,6 +12,7 @@ import grpc.aio
 import numpy as np
 import torch
 
+from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl.control import AsyncModelExpressControlClient
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
@@ -86,11 +87,12 @@ class Job:
         await generator.close()
 
     async def lease(self, worker_id: str, version: str, *, ttl_s: int = 60) -> str:
-        """A lease that a reader takes by hand."""
+        """A lease that a reader takes by hand, by the name that our readers know it by."""
+        request = v1.AcquireVersionLeaseRequest(version_id=version, worker_id=worker_id, ttl_ms=ttl_s * 1000)
         async with grpc.aio.insecure_channel(self.plane.address) as channel:
             api = Api(channel)
             await api.register(worker_id, GENERATOR, model=MODEL, ttl_s=600)
-            return (await api.lease(worker_id, uid=version, ttl_s=ttl_s)).lease_id
+            return (await api.control.AcquireVersionLease(request)).lease.lease_id
 
     async def give_back(self, lease_id: str, worker_id: str, version: str) -> None:
         async with grpc.aio.insecure_channel(self.plane.address) as channel:

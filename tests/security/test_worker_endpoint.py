@@ -317,6 +317,17 @@ class TestLeases:
                 group.start_soon(read_it, reader, lease_id)
         assert 1 <= asked.count("CheckLease") <= CONCURRENT_CHECKS
 
+    async def test_a_lease_named_as_0_7_does_is_asked_about(
+        self, job: Job, trainer: AsyncModelExpressTrainerClient
+    ) -> None:
+        by_id = (await job.lease("g", "v1")).partition(".")[0]
+        async with ControlPlane.dial(job.url) as control:
+            gate = LeaseGate(control)
+            await gate.admit("v1", headers("g", by_id))
+            await job.give_back(by_id, "g", "v1")
+            with pytest.raises(GRPCError, match="not live"):
+                await gate.admit("v1", headers("g", by_id))
+
     async def test_what_is_remembered_is_bounded(
         self, job: Job, trainer: AsyncModelExpressTrainerClient
     ) -> None:
