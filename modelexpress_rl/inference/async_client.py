@@ -288,7 +288,7 @@ class AsyncModelExpressGeneratorClient:
             planned = await parts.planning.planned(sources)
         self._feed(PlanMade(planned.reads.workers, proven=True))
         with record.stage("setup_registration"):
-            arena = await parts.pool.take(planned.needs.arena_bytes)
+            arena = await parts.pool.take(planned.arena_bytes)
         work = installation.work
         assert work is not None
         work.arena = arena

@@ -77,7 +77,7 @@ class Checks:
                 group.start_soon(self._fetch_one, self._sources.of(source), pending, deadline)
 
     async def verify(self, chunk: Chunk, arena: Arena) -> Verified:
-        """Check what a read brought, off the event loop where it is big.
+        """Check what a read brought, off the event loop where it is big, and copy it out of scratch.
 
         Raises:
             DigestMismatch: it is not what was published; the message names tensor, source and box.
@@ -85,12 +85,19 @@ class Checks:
         """
         pending = self._pending[chunk.source]
         await pending.enough_for(chunk)
-        if pending.verifier is None:
-            return Verified(0, chunk.total_bytes)
-        check = partial(pending.verifier.verify, arena.memory, pending.digests, chunk.rows)
-        if chunk.total_bytes < _INLINE_BYTES:
+        check = partial(self._check, pending, chunk, arena)
+        if chunk.total_bytes < _INLINE_BYTES or (pending.verifier is None and chunk.part is None):
             return check()
         return await run_quietly(check, self._threads)
+
+    def _check(self, pending: _Pending, chunk: Chunk, arena: Arena) -> Verified:
+        if pending.verifier is None:
+            found = Verified(0, chunk.total_bytes)
+        else:
+            found = pending.verifier.verify(arena.memory, pending.digests, chunk.rows)
+        if chunk.part is not None:
+            self._reads.copy_out(chunk, arena)
+        return found
 
     async def _fetch_one(self, fetched: Fetched, pending: _Pending, deadline: float) -> None:
         source, table = fetched.manifest.source, fetched.manifest.manifest.table

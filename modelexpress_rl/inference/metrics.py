@@ -13,7 +13,8 @@ def count_pull(record: RefitRecord, planned: PlannedVersion, result: PullResult,
     """Count bytes, throughput, amplification and what was verified.
 
     `bytes` is what was read, over all attempts; `gib_s` is that over the wall time from the first post
-    to the last verified byte.
+    to the last verified byte. `descriptors`, `staged_bytes` (read by whole rows into scratch) and
+    `expected_s` are the plan's.
     """
     needed = planned.reads.plan.needed_bytes
     record.count(
@@ -25,6 +26,9 @@ def count_pull(record: RefitRecord, planned: PlannedVersion, result: PullResult,
         amplification=result.read_bytes / needed if needed else 1.0,
         sources=len(planned.reads.plan.source_bytes),
         reads=len(planned.reads.chunks),
+        descriptors=planned.reads.cost.runs,
+        staged_bytes=planned.reads.cost.staged_bytes,
+        expected_s=planned.reads.cost.expected_s,
         tensors=len(planned.needs),
         transfer_attempts=result.attempts,
     )

@@ -17,6 +17,7 @@ from modelexpress_rl.inference.reads import ReadCache
 from modelexpress_rl.inference.session import GeneratorSession
 from modelexpress_rl.inference.sources import SourceFetcher
 from modelexpress_rl.inference.staging import StagingPool
+from modelexpress_rl.reshard.cost import load_cost
 from modelexpress_rl.rpc import ControlPlane, TokenFile, parse_addresses
 from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.transport.port import Agent
@@ -50,7 +51,12 @@ class GeneratorParts:
         """
         owner = f"generator {settings.worker_id}"
         async with contextlib.AsyncExitStack() as stack:
-            planning = Planning(settings.engine_context.create_adapter(), owner, Nearness(settings.topology))
+            planning = Planning(
+                settings.engine_context.create_adapter(),
+                owner,
+                Nearness(settings.topology),
+                load_cost(),
+            )
             control = await stack.enter_async_context(_control_plane(settings, network))
             if agent is None:
                 agent = await _nixl_agent(f"{owner.replace(' ', '-')}")

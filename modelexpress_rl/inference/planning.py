@@ -20,17 +20,24 @@ from modelexpress_rl.inference.nearness import Nearness
 from modelexpress_rl.inference.recent import Recent
 from modelexpress_rl.inference.sources import VersionSources
 from modelexpress_rl.inference.staging import Arena
+from modelexpress_rl.reshard.arena_order import in_source_order
+from modelexpress_rl.reshard.cost import DEFAULT_COST, TransportCost
+from modelexpress_rl.reshard.cost_plan import PlanCost
 from modelexpress_rl.reshard.digests import DigestTable, GridRule
-from modelexpress_rl.reshard.geometry import ShardTable, Source
+from modelexpress_rl.reshard.geometry import Bool, Bytes, ShardTable, Source
 from modelexpress_rl.reshard.grid import DigestGrid, digest_grid, grid_of_table
 from modelexpress_rl.reshard.merge import Merged, merge
 from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan, SourceReads
 from modelexpress_rl.reshard.planner import plan as plan_reads
 from modelexpress_rl.reshard.proof import prove_plan
+from modelexpress_rl.reshard.row_staging import MAX_SCRATCH_BYTES, Choice, choose, exactly
+from modelexpress_rl.reshard.row_staging_wire import Scratch, Wire, wire
 from modelexpress_rl.reshard.split import split
 from modelexpress_rl.reshard.verify import Verifier
 from statemachines.ids import WorkerId
+
+Copied = list[tuple[Bytes, Bytes]]
 
 CHUNK_BYTES = 32 << 20
 _SMALL_TABLE = 512  # shards; below this, planning takes less than handing it to a thread
@@ -38,13 +45,18 @@ _SMALL_TABLE = 512  # shards; below this, planning takes less than handing it to
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Pieces `first` .. `last - 1` of a plan: what one read brings, and what is verified when it landed."""
+    """Pieces `first` .. `last - 1` of a plan: what one read brings, and what is verified when it landed.
+
+    A staged one goes to `part` of the scratch region; `copies` then bring it to where it is needed.
+    """
 
     source: Source
     first: int
     last: int
     total_bytes: int
     runs_key: bytes
+    part: int | None = None
+    copies: range = range(0)
 
     @property
     def rows(self) -> slice:
@@ -54,23 +66,76 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """A plan, cut into reads, and the checks of what they bring."""
+    """A plan, cut into reads, and the checks of what they bring.
 
+    `plan` is what is read, `wanted` what it is read for, cut alike: a piece of `wanted` that is read by
+    whole rows is a part of a piece of `plan`. `cost` is what the reads are expected to take on `machine`.
+    """
+
+    wanted: Plan
     plan: Plan
     chunks: tuple[Chunk, ...]
     verifiers: Verifiers
+    wire: Wire
+    machine: TransportCost
+    cost: PlanCost
+    _copied_in: list[tuple[Arena, dict[int, Copied]]] = field(default_factory=list, repr=False)
 
     @classmethod
-    def of(cls, plan: Plan, needs: NeedTable, merged: Merged) -> ReadPlan:
-        """Cut every source's pieces into reads of about `CHUNK_BYTES`."""
-        plan = split(plan, merged, CHUNK_BYTES)
-        chunks = tuple(chunk for reads in plan.reads for chunk in _chunks(plan, reads))
-        return cls(plan, chunks, Verifiers(plan, needs, merged))
+    def of(
+        cls, plan: Plan, needs: NeedTable, merged: Merged, cost: TransportCost, scratch: Scratch | None = None
+    ) -> ReadPlan:
+        """Choose how to read every piece, and cut every source's pieces into reads of about `CHUNK_BYTES`.
+
+        `scratch`: the only scratch region that there is room for.
+        """
+        most_bytes = MAX_SCRATCH_BYTES if scratch is None else scratch.part_bytes
+        choice = choose(split(plan, merged, CHUNK_BYTES), merged, cost, max_read_bytes=most_bytes)
+        return cls._read(choice, needs, merged, cost, scratch)
+
+    @classmethod
+    def again(cls, plan: Plan, needs: NeedTable, merged: Merged, before: ReadPlan) -> ReadPlan:
+        """As `of`, for what is left of `before`, into an arena that was made for it."""
+        scratch = before.wire.scratch
+        if scratch is None:
+            return cls._read(exactly(split(plan, merged, CHUNK_BYTES)), needs, merged, before.machine, None)
+        return cls.of(plan, needs, merged, before.machine, scratch)
+
+    @classmethod
+    def _read(
+        cls, choice: Choice, needs: NeedTable, merged: Merged, cost: TransportCost, scratch: Scratch | None
+    ) -> ReadPlan:
+        made = wire(choice, needs, merged, scratch)
+        chunks = tuple(chunk for reads in made.plan.reads for chunk in _chunks(made, reads))
+        return cls(
+            wanted=choice.plan,
+            plan=made.plan,
+            chunks=chunks,
+            verifiers=Verifiers(made.plan, made.needs, merged),
+            wire=made,
+            machine=cost,
+            cost=PlanCost.of(made, cost, reads=len(chunks)),
+        )
 
     @property
     def workers(self) -> frozenset[WorkerId]:
         """Who is read."""
         return frozenset(WorkerId(chunk.source.worker_id) for chunk in self.chunks)
+
+    def landed(self, landed: Bool) -> Bool:
+        """Which pieces of `wanted` are there, of those of `plan` that are."""
+        out: Bool = landed[self.wire.brought_by]
+        return out
+
+    def copy_out(self, chunk: Chunk, arena: Arena) -> None:
+        """Copy what a staged chunk brought to where it is needed; blocking, without the GIL."""
+        if not self._copied_in or self._copied_in[0][0] is not arena:
+            self._copied_in[:] = [(arena, {})]
+        known = self._copied_in[0][1]
+        if chunk.first not in known:
+            known[chunk.first] = self.wire.copies.views(arena.memory, chunk.copies)
+        for target, source in known[chunk.first]:
+            np.copyto(target, source)
 
 
 class Verifiers:
@@ -119,6 +184,11 @@ class PlannedVersion:
     distance: Mapping[Source, int]
     _staged: tuple[Arena, tuple[StagedTensor, ...]] | None = field(default=None, repr=False)
 
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of an arena to pull into: the needs, and the scratch region."""
+        return self.reads.wire.arena_bytes
+
     def staged(self, arena: Arena) -> tuple[StagedTensor, ...]:
         """The needs as views of an arena."""
         if self._staged is None or self._staged[0] is not arena:
@@ -135,9 +205,16 @@ class PlannedVersion:
 class Planning:
     """Plans versions for one rank; `owner` names it in errors, and spreads it over replicas equally near."""
 
-    def __init__(self, adapter: GeneratorEngineAdapter, owner: str, nearness: Nearness) -> None:
+    def __init__(
+        self,
+        adapter: GeneratorEngineAdapter,
+        owner: str,
+        nearness: Nearness,
+        cost: TransportCost = DEFAULT_COST,
+    ) -> None:
         self.spread = int.from_bytes(hashlib.sha256(owner.encode()).digest()[:4])
         self.plans_made = 0
+        self.cost = cost
         self._adapter = adapter
         self._owner = owner
         self._nearness = nearness
@@ -169,9 +246,10 @@ class Planning:
         needs = NeedTable.build(loader.needs, owner=self._owner)
         distance = self._nearness.distances(sources.fetched)
         plan = plan_reads(needs, merged, spread=self.spread, distance=distance)
+        needs, plan = in_source_order(needs, plan)
         prove_plan(plan, needs, merged)
         self.plans_made += 1
-        reads = ReadPlan.of(plan, needs, merged)
+        reads = ReadPlan.of(plan, needs, merged, self.cost)
         return PlannedVersion(sources.key, merged, loader, needs, reads, distance)
 
     def _loader_for(self, merged: Merged) -> WeightLoader:
@@ -186,12 +264,28 @@ class Planning:
         return self._loader
 
 
-def _chunks(plan: Plan, reads: SourceReads) -> list[Chunk]:
+def _chunks(made: Wire, reads: SourceReads) -> list[Chunk]:
     """Consecutive pieces until they are `CHUNK_BYTES`; one that can't be cut is a read of its own.
 
-    Towards the end they become smaller: nothing runs any more while the last one is verified.
+    Towards the end they become smaller: nothing runs any more while the last one is verified. Staged
+    reads are a chunk for each batch.
     """
-    ends = np.cumsum(plan.pieces.size_bytes[reads.piece_rows])
+    plan = made.plan
+    staged = [
+        Chunk(
+            reads.source,
+            batch.first,
+            batch.last,
+            int(plan.pieces.size_bytes[batch.first : batch.last].sum()),
+            _runs_key(plan.pieces, slice(batch.first, batch.last)),
+            batch.part,
+            batch.copies,
+        )
+        for batch in made.batches
+        if reads.first <= batch.first < reads.last
+    ]
+    exact_end = staged[0].first if staged else reads.last
+    ends = np.cumsum(plan.pieces.size_bytes[reads.first : exact_end])
     chunks, begin, done = [], 0, 0
     while begin < len(ends):
         limit = min(CHUNK_BYTES, max((int(ends[-1]) - done) // 4, CHUNK_BYTES // 4))
@@ -200,7 +294,7 @@ def _chunks(plan: Plan, reads: SourceReads) -> list[Chunk]:
         key = _runs_key(plan.pieces, slice(first, last))
         chunks.append(Chunk(reads.source, first, last, int(ends[end - 1]) - done, key))
         begin, done = end, int(ends[end - 1])
-    return chunks
+    return chunks + staged
 
 
 def _runs_key(pieces: PieceTable, rows: slice) -> bytes:

@@ -192,16 +192,17 @@ class Pull:
                 plan = await anyio.to_thread.run_sync(self._replan, reads, ended, frozenset(avoided))
             except IncompleteVersionError:
                 continue
-            return ReadPlan.of(plan, self._planned.needs, self._planned.merged)
+            planned = self._planned
+            return ReadPlan.again(plan, planned.needs, planned.merged, planned.reads)
         raise self._error(ended, None)
 
     def _replan(self, reads: ReadPlan, ended: Round, avoid: frozenset[Source]) -> Plan:
         return replan(
-            reads.plan,
+            reads.wanted,
             self._planned.needs,
             self._planned.merged,
             failed_sources=avoid,
-            landed=ended.landed,
+            landed=reads.landed(ended.landed),
             spread=self._settings.spread,
             distance=self._planned.distance,
         )
@@ -216,7 +217,7 @@ class Pull:
         if not unsettled:
             return
         size_bytes = self._planned.needs.arena_bytes
-        fresh = await self._pool.take(size_bytes)
+        fresh = await self._pool.take(self._planned.arena_bytes)
         # No await between these: a cancellation must find every arena in somebody's hands.
         old, self.arena, self._round = self.arena, fresh, None
         self._pool.quarantine(old, unsettled)

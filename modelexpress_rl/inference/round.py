@@ -16,6 +16,7 @@ from modelexpress_rl.inference.planning import Chunk, ReadPlan
 from modelexpress_rl.inference.reads import ReadCache
 from modelexpress_rl.inference.sources import VersionSources
 from modelexpress_rl.inference.staging import Arena
+from modelexpress_rl.inference.turns import Turns
 from modelexpress_rl.inference.window import Window
 from modelexpress_rl.reshard.geometry import Source
 from modelexpress_rl.reshard.verify import Verified
@@ -73,7 +74,10 @@ class Round:
         self._sources = sources
         self._arena = arena
         self._limits = limits
-        self._window = Window(reads.chunks, limits.max_in_flight_bytes)
+        self._turns = Turns(reads.chunks)
+        self._window = Window(
+            (chunk for chunk in reads.chunks if chunk.part is None), limits.max_in_flight_bytes
+        )
         self._moved = anyio.Event()
         self._progress: dict[Source, float] = {}
         self._reads: list[Read] = []
@@ -93,14 +97,16 @@ class Round:
             beside.start_soon(self._checks.fetch, self._limits.deadline)
             beside.start_soon(self._watch_for_stalls)
             async with anyio.create_task_group() as group:
+                for chunk in self._turns.staged:
+                    group.start_soon(self._read_staged, chunk)
                 while not self._window.exhausted:
-                    chunk = self._window.next()
-                    if chunk is None:
+                    following = self._window.next()
+                    if following is None:
                         await self._moved.wait()
                         continue
-                    read = await self._post(chunk)
+                    read = await self._post(following)
                     if read is not None:
-                        group.start_soon(self._finish, chunk, read)
+                        group.start_soon(self._finish, following, read)
             beside.cancel_scope.cancel()  # digests of sources that failed are not waited for
 
     def drop(self, workers: Collection[WorkerId], reason: str) -> None:
@@ -109,6 +115,23 @@ class Round:
             source = chunk.source
             if source.worker_id in workers and not self.landed[chunk.rows].all():
                 self._give_up(source, TransferError(f"{source}: {reason}", peer=source.agent_name))
+
+    async def _read_staged(self, chunk: Chunk) -> None:
+        """Read into scratch, once the chunk before it there was copied out.
+
+        Where a read that was given up may still write there, none follows: that is no failure of its
+        source, and the next round reads it, into another arena.
+        """
+        free = await self._turns.turn(chunk)
+        if free and chunk.source not in self.failures:
+            if not self._window.in_flight[chunk.source]:
+                self._progress[chunk.source] = anyio.current_time()
+            self._window.post_also(chunk)
+            read = await self._post(chunk)
+            if read is not None:
+                await self._finish(chunk, read)
+                free = read.settled
+        self._turns.end(chunk, free=free)
 
     async def _post(self, chunk: Chunk) -> Read | None:
         manifest = self._sources.of(chunk.source).manifest.manifest

@@ -53,6 +53,11 @@ class Window:
         self._total_bytes += chunk.total_bytes
         return chunk
 
+    def post_also(self, chunk: Chunk) -> None:
+        """Count a chunk as in flight that was not queued here; whoever posts it bounds it in its own way."""
+        self.in_flight[chunk.source] += chunk.total_bytes
+        self._total_bytes += chunk.total_bytes
+
     def landed(self, chunk: Chunk) -> None:
         """A read ended; unless its source was given up, there is room for another."""
         if chunk.source in self.in_flight:

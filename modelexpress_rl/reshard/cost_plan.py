@@ -22,6 +22,7 @@ class PlanCost:
     @classmethod
     def of(cls, wire: Wire, cost: TransportCost, *, reads: int) -> PlanCost:
         """Of what is posted in `reads` reads."""
-        total, runs, copied = wire.plan.total_bytes, wire.plan.descriptors, wire.copied_bytes
+        total, copied = wire.plan.total_bytes, wire.copied_bytes
+        runs = max(wire.plan.descriptors, reads)  # a run that goes on in the next read is one more there
         expected_s = cost.seconds(wire_bytes=total, runs=runs, reads=reads, copied_bytes=copied)
         return cls(total, wire.staged_bytes, copied, runs, reads, float(expected_s))
