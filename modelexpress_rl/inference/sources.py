@@ -32,6 +32,7 @@ from modelexpress_rl.errors import (
 from modelexpress_rl.inference.lease import Publication
 from modelexpress_rl.inference.recent import Recent
 from modelexpress_rl.reshard import manifest as manifests
+from modelexpress_rl.reshard import manifest_columns
 from modelexpress_rl.reshard.digests import DigestTable, decode_digests
 from modelexpress_rl.reshard.geometry import Bytes, Source
 from modelexpress_rl.reshard.grid import GRID, DigestGrid, Selection
@@ -48,7 +49,7 @@ from modelexpress_rl.rpc import (
 from modelexpress_rl.rpc import errors as rpc_errors
 from modelexpress_rl.rpc.auth import worker_token
 from modelexpress_rl.rpc.channel import Metadata
-from modelexpress_rl.rpc.endpoint import LEASE_ID_HEADER, WORKER_ID_HEADER
+from modelexpress_rl.rpc.endpoint import ACCEPT_MANIFEST_HEADER, LEASE_ID_HEADER, WORKER_ID_HEADER
 from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.topology import Topology
 from statemachines.ids import VersionId, WorkerId, lease_id_of
@@ -282,9 +283,9 @@ class SourceFetcher:
         )
         endpoint = self._endpoint(publication.endpoint)
         call = endpoint.get_weight_version_shard_manifest
-        lease = self._lease(version_id)
+        metadata = {**(self._lease(version_id) or {}), ACCEPT_MANIFEST_HEADER: manifest_columns.NAME}
         answer = await _dialled_anew_once(
-            lambda: call(request, timeout_s=self._timeout_s(deadline), metadata=lease)
+            lambda: call(request, timeout_s=self._timeout_s(deadline), metadata=metadata)
         )
         manifest = await _decoded(
             lambda: _checked_manifest(answer.manifest, answer.manifest_digest, publication),
@@ -381,6 +382,9 @@ async def _dialled_anew_once(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def _checked_manifest(data: bytes, claimed: str, publication: Publication) -> manifests.Manifest:
+    """Read a manifest in the encoding that it has; what it says is what the control plane was told."""
+    if claimed == publication.manifest_digest and manifest_columns.is_columnar(data):
+        return manifest_columns.decode_announced(data, claimed)
     own = manifests.digest(data)
     if not own == claimed == publication.manifest_digest:
         raise ManifestError(

@@ -12,39 +12,47 @@ import binascii
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import itemgetter
+from itertools import chain
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from modelexpress_rl.errors import ManifestError
 from modelexpress_rl.reshard.geometry import (
     ADDRESS_SPACE_BYTES,
     DIGEST_BYTES,
     DTYPE_SIZE_BYTES,
-    MAX_EXTENT,
     MAX_RANK,
+    Bool,
     Int,
     ShardTable,
     TensorTable,
-    padded,
     shard_fault,
     tensor_fault,
+)
+from modelexpress_rl.reshard.manifest_facts import Facts
+from modelexpress_rl.reshard.manifest_fields import (
+    Where,
+    check_integers,
+    coordinates,
+    fields,
+    integers,
+    lists,
+    short,
+    texts,
 )
 
 SCHEMA = "mx.reshard.shard_table.v1"
 MAX_MANIFEST_BYTES = 32 << 20
-MAX_TEXT_CHARS = 1024
 # Every list and object of a manifest comes with field names: the smallest shard has 3 brackets in 78
 # characters. Denser documents are refused before parsing, so that "[[],[],...]" can't become many
 # times its size in Python objects.
 MIN_BYTES_PER_BRACKET = 12
 _DIGEST = re.compile(r"[0-9a-f]{32}").fullmatch
-
-Where = Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,54 +70,97 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Write a manifest in version 1, tensors in table order and shards in row order within them."""
+def encode(manifest: Manifest, *, facts: Facts | None = None, max_bytes: int | None = None) -> bytes:
+    """Write a manifest in version 1, tensors in table order and shards in row order within them.
+
+    `facts` are those of its table, where they are known.
+
+    Raises:
+        ManifestError: it would have more than `max_bytes`; then nothing of that size was made.
+    """
     table = manifest.table
-    width = table.tensors.width
-    order = np.argsort(table.tensor, kind="stable")
-    offsets, shapes = table.offset[order].tolist(), table.shape[order].tolist()
-    addrs, devices = table.addr[order].tolist(), table.device_id[order].tolist()
-    digests = [
-        row.tobytes().hex() if has else None
-        for row, has in zip(table.digest[order], table.has_digest[order].tolist(), strict=True)
-    ]
-    ends = np.searchsorted(table.tensor[order], np.arange(len(table.tensors)), side="right").tolist()
-    tensors = []
-    begin = 0
-    for name, dtype, elsize, rank, full, end in zip(
-        table.tensors.names,
-        table.tensors.dtypes,
-        table.tensors.elsize.tolist(),
-        table.tensors.rank.tolist(),
-        table.tensors.full_shape.tolist(),
-        ends,
-        strict=True,
-    ):
-        pad = width - rank
-        shards: list[dict[str, Any]] = []
-        for i in range(begin, end):
-            shard: dict[str, Any] = {
-                "agent_name": manifest.agent_name,
-                "device_id": devices[i],
-                "addr": addrs[i],
-                "shard_offset": offsets[i][pad:],
-                "shape": shapes[i][pad:],
-            }
-            if digests[i] is not None:
-                shard["digest"] = digests[i]
-            shards.append(shard)
-        begin = end
-        tensors.append(
-            {"name": name, "dtype": dtype, "elsize": elsize, "full_shape": full[pad:], "shards": shards}
+    facts = facts or Facts.of(table)
+    tensors, shards = len(table.tensors), len(table)
+    top = json.dumps(
+        {
+            "schema": SCHEMA,
+            "agent_name": manifest.agent_name,
+            "metadata_endpoint": manifest.metadata_endpoint,
+            "agent_meta_b64": base64.b64encode(manifest.agent_meta).decode("ascii"),
+        }
+    )
+    # Three texts begin a tensor, and three are a shard; nothing is done for each but to put them in place.
+    written = np.empty(3 * (tensors + shards), object)
+    before = np.cumsum(facts.shards) - facts.shards
+    at = 3 * (np.arange(tensors) + before)
+    written[at] = ']}, {"name": "'
+    written[at[:1]] = '{"name": "'
+    written[at + 1] = _objects(_escaped(table.tensors.names))
+    written[at + 2] = _objects(_texts_of_kinds(facts))[facts.kind]
+    begins = np.zeros(shards, np.bool_)
+    begins[before[facts.shards > 0]] = True
+    at = 3 * (np.arange(shards) + facts.tensor + 1)
+    written[at] = _texts_of_agent(manifest.agent_name, table.device_id[facts.order], begins)
+    written[at + 1] = _objects(list(map(str, table.addr[facts.order].tolist())))
+    written[at + 2] = _texts_of_shards(facts, table)
+    parts = [top[:-1], ', "tensors": [', *written.tolist(), "]}]}" if tensors else "]}"]
+    if max_bytes is not None and (size := sum(map(len, parts))) > max_bytes:
+        raise ManifestError(f"manifest: {size} bytes in version 1, at most {max_bytes} are accepted")
+    return "".join(parts).encode("ascii")
+
+
+def _objects(values: Sequence[str]) -> NDArray[np.object_]:
+    column = np.empty(len(values), object)
+    column[:] = values
+    return column
+
+
+def _escaped(names: Sequence[str]) -> Sequence[str]:
+    """As they stand between quotation marks."""
+    joined = "".join(names)
+    if joined.isascii() and '"' not in joined and "\\" not in joined:
+        return names  # they are printable
+    return [_quoted(name)[1:-1] for name in names]
+
+
+def _texts_of_kinds(facts: Facts) -> list[str]:
+    """What goes between a tensor's name and its shards."""
+    return [
+        f'", "dtype": {_quoted(facts.dtypes[dtype])}, "elsize": {DTYPE_SIZE_BYTES[facts.dtypes[dtype]]}, '
+        f'"full_shape": {shape[facts.width - rank :]}, "shards": ['
+        for dtype, rank, shape in zip(
+            facts.kind_dtype.tolist(), facts.kind_rank.tolist(), facts.kind_shape.tolist(), strict=True
         )
-    document = {
-        "schema": SCHEMA,
-        "agent_name": manifest.agent_name,
-        "metadata_endpoint": manifest.metadata_endpoint,
-        "agent_meta_b64": base64.b64encode(manifest.agent_meta).decode("ascii"),
-        "tensors": tensors,
-    }
-    return json.dumps(document).encode("ascii")
+    ]
+
+
+def _texts_of_agent(agent_name: str, device_id: Int, begins: Bool) -> NDArray[np.object_]:
+    """What goes before each shard's address."""
+    devices, number = np.unique(device_id, return_inverse=True)
+    texts = [
+        f'{comma}{{"agent_name": {_quoted(agent_name)}, "device_id": {device}, "addr": '
+        for device in devices.tolist()
+        for comma in (", ", "")
+    ]
+    found: NDArray[np.object_] = _objects(texts)[2 * number.reshape(-1) + begins]
+    return found
+
+
+def _texts_of_shards(facts: Facts, table: ShardTable) -> NDArray[np.object_]:
+    """What goes after each shard's address."""
+    skipped = (facts.width - facts.kind_rank[facts.box_kind]).tolist()
+    texts = [
+        f', "shard_offset": {offset[skip:]}, "shape": {shape[skip:]}}}'
+        for skip, offset, shape in zip(
+            skipped, facts.box_offset.tolist(), facts.box_shape.tolist(), strict=True
+        )
+    ]
+    found: NDArray[np.object_] = _objects(texts)[facts.box]
+    has = table.has_digest[facts.order]
+    if has.any():
+        digests = [f', "digest": "{row.tobytes().hex()}"}}' for row in table.digest[facts.order][has]]
+        found[has] = [text[:-1] + digest for text, digest in zip(found[has], digests, strict=True)]
+    return found
 
 
 def decode(data: bytes, *, max_bytes: int = MAX_MANIFEST_BYTES) -> Manifest:
@@ -123,17 +174,17 @@ def decode(data: bytes, *, max_bytes: int = MAX_MANIFEST_BYTES) -> Manifest:
     top: Where = lambda _: "manifest"  # noqa: E731
     schema, agent_name, endpoint, meta_b64, raw_tensors = (
         column[0]
-        for column in _fields(
+        for column in fields(
             [document], ("schema", "agent_name", "metadata_endpoint", "agent_meta_b64", "tensors"), top
         )
     )
     if schema != SCHEMA:
-        raise ManifestError(f"manifest: schema must be {SCHEMA!r}, got {_short(schema)}")
-    _texts([agent_name], top, "agent_name")
-    _texts([endpoint], top, "metadata_endpoint", allow_empty=True)
+        raise ManifestError(f"manifest: schema must be {SCHEMA!r}, got {short(schema)}")
+    texts([agent_name], top, "agent_name")
+    texts([endpoint], top, "metadata_endpoint", allow_empty=True)
     agent_meta = _base64(meta_b64)
-    _lists([raw_tensors], top, "tensors")
-    names, dtypes, elsizes, full_shapes, shard_lists = _fields(
+    lists([raw_tensors], top, "tensors")
+    names, dtypes, elsizes, full_shapes, shard_lists = fields(
         raw_tensors,
         ("name", "dtype", "elsize", "full_shape", "shards"),
         lambda i: f"tensor number {i}",
@@ -163,7 +214,7 @@ def _refuse_constant(text: str) -> NoReturn:
 
 def _base64(value: object) -> bytes:
     if type(value) is not str:
-        raise ManifestError(f"manifest: agent_meta_b64 must be a string, got {_short(value)}")
+        raise ManifestError(f"manifest: agent_meta_b64 must be a string, got {short(value)}")
     try:
         return base64.b64decode(value, validate=True)
     except (ValueError, binascii.Error) as error:
@@ -173,22 +224,22 @@ def _base64(value: object) -> bytes:
 def _tensor_table(
     names: list[Any], dtypes: list[Any], elsizes: list[Any], full_shapes: list[Any]
 ) -> TensorTable:
-    _texts(names, lambda i: f"tensor number {i}", "name")
+    texts(names, lambda i: f"tensor number {i}", "name")
     index = dict(zip(names, range(len(names)), strict=True))
     if len(index) != len(names):
         repeated = next(name for i, name in enumerate(names) if index[name] != i)
         raise ManifestError(f"tensor {repeated!r}: appears twice")
     where: Where = lambda i: f"tensor {names[i]!r}"  # noqa: E731
-    _texts(dtypes, where, "dtype")
+    texts(dtypes, where, "dtype")
     if not set(dtypes) <= DTYPE_SIZE_BYTES.keys():
         at = next(i for i, dtype in enumerate(dtypes) if dtype not in DTYPE_SIZE_BYTES)
-        raise ManifestError(f"{where(at)}: dtype {_short(dtypes[at])} is not known")
-    elsize = _integers(elsizes, where, "elsize", 1, 16)
+        raise ManifestError(f"{where(at)}: dtype {short(dtypes[at])} is not known")
+    elsize = integers(elsizes, where, "elsize", 1, 16)
     expected = np.array([DTYPE_SIZE_BYTES[dtype] for dtype in dtypes], np.int64)
     if (wrong := elsize != expected).any():
         at = int(np.argmax(wrong))
         raise ManifestError(f"{where(at)}: elsize of {dtypes[at]} is {expected[at]}, got {elsize[at]}")
-    _lists(full_shapes, where, "full_shape", max_length=MAX_RANK)
+    lists(full_shapes, where, "full_shape", max_length=MAX_RANK)
     ranks = np.fromiter(map(len, full_shapes), np.int64, len(names))
     width = int(ranks.max(initial=1))
     table = TensorTable(
@@ -196,7 +247,7 @@ def _tensor_table(
         dtypes=tuple(dtypes),
         elsize=elsize,
         rank=ranks,
-        full_shape=_coordinates(full_shapes, where, "full_shape", width, 1),
+        full_shape=coordinates(full_shapes, where, "full_shape", width, 1),
         index=index,
     )
     if (fault := tensor_fault(table)) is not None:
@@ -205,131 +256,50 @@ def _tensor_table(
 
 
 def _shard_table(tensors: TensorTable, shard_lists: list[Any], agent_name: str) -> ShardTable:
-    _lists(shard_lists, lambda i: f"tensor {tensors.names[i]!r}", "shards")
+    lists(shard_lists, lambda i: f"tensor {tensors.names[i]!r}", "shards")
     counts = np.fromiter(map(len, shard_lists), np.int64, len(shard_lists))
     tensor = np.repeat(np.arange(len(tensors)), counts)
     where: Where = lambda row: f"tensor {tensors.names[int(tensor[row])]!r}"  # noqa: E731
     shards = list(chain.from_iterable(shard_lists))
-    agents, devices, addrs, offsets, shapes = _fields(
+    agents, devices, addrs, offsets, shapes = fields(
         shards, ("agent_name", "device_id", "addr", "shard_offset", "shape"), where
     )
-    _texts(agents, where, "agent_name")
+    texts(agents, where, "agent_name")
     if not set(agents) <= {agent_name}:
         at = next(i for i, agent in enumerate(agents) if agent != agent_name)
         raise ManifestError(
-            f"{where(at)}: agent_name must be the manifest's own, {agent_name!r}, got {_short(agents[at])}"
+            f"{where(at)}: agent_name must be the manifest's own, {agent_name!r}, got {short(agents[at])}"
         )
     rank = tensors.rank[tensor]
     for values, field in ((offsets, "shard_offset"), (shapes, "shape")):
-        _lists(values, where, field, max_length=MAX_RANK)
+        lists(values, where, field, max_length=MAX_RANK)
         wrong = np.fromiter(map(len, values), np.int64, len(values)) != rank
         if wrong.any():
             at = int(np.argmax(wrong))
             raise ManifestError(
-                f"{where(at)}: {field} {_short(values[at])} does not have the rank of the global shape "
+                f"{where(at)}: {field} {short(values[at])} does not have the rank of the global shape "
                 f"{tensors.shape(int(tensor[at]))}"
             )
-    _check_integers(addrs, where, "addr", 0, ADDRESS_SPACE_BYTES - 1)
+    check_integers(addrs, where, "addr", 0, ADDRESS_SPACE_BYTES - 1)
     digests = [shard.get("digest", "") for shard in shards]
     has_digest = np.fromiter(("digest" in shard for shard in shards), np.bool_, len(shards))
     for at in np.flatnonzero(has_digest).tolist():
         if type(digests[at]) is not str or not _DIGEST(digests[at]):
-            raise ManifestError(f"{where(at)}: digest must be 32 hex digits, got {_short(digests[at])}")
+            raise ManifestError(f"{where(at)}: digest must be 32 hex digits, got {short(digests[at])}")
     columns = np.zeros((len(shards), DIGEST_BYTES), np.uint8)
     columns[has_digest] = np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, DIGEST_BYTES)
     table = ShardTable(
         tensors=tensors,
         tensor=tensor,
         source=np.zeros(len(shards), np.int64),
-        offset=_coordinates(offsets, where, "shard_offset", tensors.width, 0),
-        shape=_coordinates(shapes, where, "shape", tensors.width, 1),
+        offset=coordinates(offsets, where, "shard_offset", tensors.width, 0),
+        shape=coordinates(shapes, where, "shape", tensors.width, 1),
         addr=np.array(addrs, np.uint64),
         # -1 is how some publishers say "host memory".
-        device_id=_integers(devices, where, "device_id", -1, 1 << 20),
+        device_id=integers(devices, where, "device_id", -1, 1 << 20),
         digest=columns,
         has_digest=has_digest,
     )
     if (fault := shard_fault(table)) is not None:
         raise ManifestError(fault)
     return table
-
-
-# Each helper checks a whole column at the speed of C, and looks for the culprit only when that fails.
-
-
-def _fields(rows: Sequence[Any], keys: tuple[str, ...], where: Where) -> list[list[Any]]:
-    if set(map(type, rows)) - {dict}:
-        at = next(i for i, row in enumerate(rows) if type(row) is not dict)
-        raise ManifestError(f"{where(at)}: expected an object, got {_short(rows[at])}")
-    try:
-        columns = list(zip(*map(itemgetter(*keys), rows), strict=True))
-    except KeyError:
-        at, key = next((i, key) for i, row in enumerate(rows) for key in keys if key not in row)
-        raise ManifestError(f"{where(at)}: field {key!r} is missing") from None
-    return [list(column) for column in columns] or [[] for _ in keys]
-
-
-def _texts(values: list[Any], where: Where, field: str, *, allow_empty: bool = False) -> None:
-    shortest = 0 if allow_empty else 1
-
-    def fits(value: object) -> bool:
-        return type(value) is str and shortest <= len(value) <= MAX_TEXT_CHARS and value.isprintable()
-
-    def all_fit() -> bool:
-        if set(map(type, values)) - {str}:
-            return False
-        distinct = set(values)  # most columns repeat few strings
-        lengths = set(map(len, distinct))
-        # A lone surrogate is not printable, so what passes can be encoded.
-        return not lengths - set(range(shortest, MAX_TEXT_CHARS + 1)) and "".join(distinct).isprintable()
-
-    if not all_fit():
-        at = next(i for i, value in enumerate(values) if not fits(value))
-        raise ManifestError(
-            f"{where(at)}: {field} must be a printable string of {shortest} to {MAX_TEXT_CHARS} characters, "
-            f"got {_short(values[at])}"
-        )
-
-
-def _lists(values: list[Any], where: Where, field: str, *, max_length: int | None = None) -> None:
-    if set(map(type, values)) - {list}:
-        at = next(i for i, value in enumerate(values) if type(value) is not list)
-        raise ManifestError(f"{where(at)}: {field} must be a list, got {_short(values[at])}")
-    if max_length is not None and max(map(len, values), default=0) > max_length:
-        at = next(i for i, value in enumerate(values) if len(value) > max_length)
-        raise ManifestError(
-            f"{where(at)}: {field} has rank {len(values[at])}, at most {max_length} is accepted"
-        )
-
-
-def _check_integers(values: Sequence[Any], where: Where, field: str, low: int, high: int) -> None:
-    if set(map(type, values)) - {int} or (values and not (min(values) >= low and max(values) <= high)):
-        at = next(i for i, value in enumerate(values) if type(value) is not int or not low <= value <= high)
-        raise ManifestError(
-            f"{where(at)}: {field} must be an integer in [{low}, {high}], got {_short(values[at])}"
-        )
-
-
-def _integers(values: Sequence[Any], where: Where, field: str, low: int, high: int) -> Int:
-    _check_integers(values, where, field, low, high)
-    return np.array(values, np.int64)
-
-
-def _coordinates(values: list[list[Any]], where: Where, field: str, width: int, fill: int) -> Int:
-    def row_of(position: int) -> str:
-        rows = chain.from_iterable(repeat(row, len(value)) for row, value in enumerate(values))
-        return where(next(row for i, row in enumerate(rows) if i == position))
-
-    _check_integers(list(chain.from_iterable(values)), row_of, field, 0, MAX_EXTENT)
-    return padded(values, width, fill)
-
-
-def _short(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"an object of {len(value)} fields"
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"  # printing it may be refused, or long
-    if isinstance(value, list) and (len(value) > 2 * MAX_RANK or set(map(type, value)) - {int}):
-        return f"a list of {len(value)}"  # what is in it may be deep or long
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

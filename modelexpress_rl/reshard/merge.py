@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import NoReturn
 
 import numpy as np
 
@@ -114,54 +117,49 @@ def _joined(columns: Sequence[Int]) -> Int:
 
 def _join_tensors(manifests: Sequence[SourceManifest]) -> tuple[TensorTable, list[Int]]:
     """Number the tensors of all manifests; return them and, per manifest, its numbers for its own."""
-    index: dict[str, int] = {}
-    dtypes: list[str] = []
-    parts: list[tuple[TensorTable, Int]] = []
-    tensor_of: list[Int] = []
-    width = max([1, *(m.manifest.table.tensors.width for m in manifests)])
-    for m in manifests:
-        own = m.manifest.table.tensors
-        known = len(index)
-        numbers = np.array([index.setdefault(name, len(index)) for name in own.names], np.int64)
-        new = np.flatnonzero(numbers >= known)
-        dtypes.extend(own.dtypes[i] for i in new.tolist())
-        parts.append((own, new))
-        tensor_of.append(numbers)
+    owns = [m.manifest.table.tensors for m in manifests]
+    index: defaultdict[str, int] = defaultdict(count().__next__)  # a name that is new gets the next number
+    tensor_of = [np.fromiter(map(index.__getitem__, own.names), np.int64, len(own)) for own in owns]
+    index.default_factory = None
+    codes: defaultdict[str, int] = defaultdict(count().__next__)
+    dtype = _joined([np.fromiter(map(codes.__getitem__, own.dtypes), np.int64, len(own)) for own in owns])
+    width = max([1, *(own.width for own in owns)])
+    full_shape = np.concatenate(
+        [np.zeros((0, width), np.int64), *(widened(own.full_shape, width, 1) for own in owns)]
+    )
+    rank = _joined([own.rank for own in owns])
+    number = _joined(tensor_of)
+    new = np.flatnonzero(np.diff(np.maximum.accumulate(number), prepend=-1))
+    spelled = np.empty(len(codes), object)
+    spelled[:] = list(codes)
     joined = TensorTable(
         names=tuple(index),
-        dtypes=tuple(dtypes),
-        elsize=_joined([own.elsize[new] for own, new in parts]),
-        rank=_joined([own.rank[new] for own, new in parts]),
-        full_shape=np.concatenate(
-            [np.zeros((0, width), np.int64), *(widened(own.full_shape[new], width, 1) for own, new in parts)]
-        ),
+        dtypes=tuple(spelled[dtype[new]].tolist()),
+        elsize=_joined([own.elsize for own in owns])[new],
+        rank=rank[new],
+        full_shape=full_shape[new],
         index=index,
     )
-    for m, numbers in zip(manifests, tensor_of, strict=True):
-        _refuse_disagreement(joined, m, numbers, manifests, tensor_of)
+    differs = (joined.full_shape[number] != full_shape).any(axis=1)
+    differs |= (joined.rank[number] != rank) | (dtype[new][number] != dtype)
+    if differs.any():
+        _refuse_disagreement(joined, int(np.argmax(differs)), manifests, tensor_of)
     return joined, tensor_of
 
 
 def _refuse_disagreement(
-    joined: TensorTable,
-    m: SourceManifest,
-    numbers: Int,
-    manifests: Sequence[SourceManifest],
-    tensor_of: Sequence[Int],
-) -> None:
-    own = m.manifest.table.tensors
-    shapes = widened(own.full_shape, joined.width, 1)
-    differs = (joined.full_shape[numbers] != shapes).any(axis=1) | (joined.rank[numbers] != own.rank)
-    other_dtype = [joined.dtypes[n] != dtype for n, dtype in zip(numbers.tolist(), own.dtypes, strict=True)]
-    differs |= np.array(other_dtype, np.bool_)
-    if not differs.any():
-        return
-    at = int(np.argmax(differs))
-    number = int(numbers[at])
+    joined: TensorTable, at: int, manifests: Sequence[SourceManifest], tensor_of: Sequence[Int]
+) -> NoReturn:
+    """Tensor `at`, counted through all manifests, is not what the first publisher of its name says."""
+    ends = np.cumsum([len(numbers) for numbers in tensor_of])
+    which = int(np.searchsorted(ends, at, side="right"))
+    own = manifests[which].manifest.table.tensors
+    at -= int(ends[which]) - len(own)
+    number = int(tensor_of[which][at])
     first = next(o for o, theirs in zip(manifests, tensor_of, strict=True) if (theirs == number).any())
     raise GeometryError(
         f"tensor {own.names[at]!r}: {first.source} says {joined.dtypes[number]} {joined.shape(number)}, "
-        f"{m.source} says {own.dtypes[at]} {own.shape(at)}"
+        f"{manifests[which].source} says {own.dtypes[at]} {own.shape(at)}"
     )
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 WORKER_ID_HEADER = "mx-worker-id-bin"
 LEASE_ID_HEADER = "mx-lease-id-bin"
 """How a reader says under which lease it asks; bytes, because both are any characters."""
+ACCEPT_MANIFEST_HEADER = "mx-accept-manifest"
+"""Encodings of manifests that a reader takes beside version 1, separated by commas."""
 
 MAX_REQUEST_BYTES = 4 * 2**20
 """Requests are names and a few bits for each row of a manifest."""

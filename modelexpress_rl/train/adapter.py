@@ -55,12 +55,16 @@ class SourceBox:
 
 @dataclass(frozen=True, slots=True)
 class WeightVersionShardManifest:
-    """What a generator must know to read a shard: the encoded manifest, and sums for the record."""
+    """What a generator must know to read a shard: the encoded manifest, and sums for the record.
+
+    `data` is of version 1, `columns` the same in columns, for readers that ask for it; None: there is none.
+    """
 
     data: bytes
     tensor_count: int
     total_bytes: int
     transport: str = "nixl"
+    columns: bytes | None = field(default=None, compare=False, repr=False)
     _digest: list[str] = field(default_factory=list[str], init=False, compare=False, repr=False)
 
     @property

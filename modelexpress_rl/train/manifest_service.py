@@ -15,7 +15,9 @@ from modelexpress_rl._pb import modelexpress_rl_grpc, refit_grpc
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import UsageError
+from modelexpress_rl.reshard import manifest_columns
 from modelexpress_rl.reshard.grid import GRID, Selection
+from modelexpress_rl.rpc.endpoint import ACCEPT_MANIFEST_HEADER
 from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.topology import TOPOLOGY_HEADER, Topology
 from modelexpress_rl.train.adapter import TileDigests, WeightVersionShardManifest
@@ -120,13 +122,15 @@ class _Manifests(refit_grpc.RefitWorkerServiceBase):
         request = await stream.recv_message()
         assert request is not None
         await self._gate.admit(request.version_id, stream.metadata or {})
-        shard = _find(self._served, request.version_id, request.source_slot_id)
+        manifest = _find(self._served, request.version_id, request.source_slot_id).manifest
         if self._headers is not None:
             await stream.send_initial_metadata(metadata=self._headers)
+        data = manifest.data
+        if manifest.columns is not None and manifest_columns.NAME in _accepted(stream.metadata or {}):
+            data = manifest.columns
+        # In any encoding it is the manifest whose version 1 has this digest.
         await stream.send_message(
-            refit.GetWeightVersionShardManifestResponse(
-                manifest=shard.manifest.data, manifest_digest=shard.manifest.digest
-            )
+            refit.GetWeightVersionShardManifestResponse(manifest=data, manifest_digest=manifest.digest)
         )
 
 
@@ -159,6 +163,11 @@ class _Digests(modelexpress_rl_grpc.RefitWorkerDigestServiceBase):
         await stream.send_message(
             v1.GetShardDigestsResponse(digests=table, sha256=hashlib.sha256(table).hexdigest())
         )
+
+
+def _accepted(metadata: Mapping[str, object]) -> list[str]:
+    """Which encodings of a manifest a caller takes beside version 1."""
+    return [name.strip() for name in str(metadata.get(ACCEPT_MANIFEST_HEADER, "")).split(",")]
 
 
 async def _digests(digests: TileDigests, request: v1.GetShardDigestsRequest) -> bytes:

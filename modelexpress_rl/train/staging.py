@@ -18,6 +18,7 @@ import anyio.to_thread
 from modelexpress_rl import quiet_threads
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.reshard import manifest as manifests
+from modelexpress_rl.reshard import manifest_columns
 from modelexpress_rl.reshard.geometry import Bytes, Shard, ShardTable
 from modelexpress_rl.reshard.hashing import Memory
 from modelexpress_rl.timing import RefitRecord
@@ -187,9 +188,9 @@ class Stager:
         document = manifests.Manifest(
             self._agent.name, self._agent.metadata_endpoint, agent_meta, layout.table
         )
-        data = await anyio.to_thread.run_sync(manifests.encode, document)
+        data, columns = await anyio.to_thread.run_sync(manifest_columns.encodings, document)
         made = WeightVersionShardManifest(
-            data, tensor_count=len(layout.table.tensors), total_bytes=total_bytes(layout.boxes)
+            data, len(layout.table.tensors), total_bytes(layout.boxes), columns=columns
         )
         alive = {0, *(one.addr for one in self.arenas.arenas)}
         self._manifests = {at: kept for at, kept in self._manifests.items() if at in alive}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from modelexpress_rl.errors import ManifestError
 from modelexpress_rl.reshard.geometry import Shard, ShardTable
 from modelexpress_rl.reshard.manifest import Manifest, decode, digest, encode
+from tests.reshard.documents import shard_lists
 from tests.reshard.reference import many
 
 GOLDEN = (Path(__file__).parent.parent / "data" / "manifest_v1.json").read_bytes()
@@ -36,31 +37,6 @@ def test_the_golden_manifest_survives_byte_for_byte() -> None:
     assert table.addr.tolist() == [140000000000000, 140000000004096]
     assert table.has_digest.tolist() == [False, True]
     assert digest(encode(manifest)) == GOLDEN_SHA256
-
-
-@st.composite
-def shard_lists(draw: st.DrawFn) -> list[Shard]:
-    made = []
-    for name in draw(
-        st.lists(st.text(st.characters(categories=["L", "N", "P"]), min_size=1), max_size=4, unique=True)
-    ):
-        full = tuple(draw(st.lists(st.integers(0, 1 << 20), max_size=3)))
-        for _ in range(draw(st.integers(1, 3))):
-            offset = tuple(draw(st.integers(0, n)) for n in full)
-            shape = tuple(draw(st.integers(0, n - a)) for n, a in zip(full, offset, strict=True))
-            made.append(
-                Shard(
-                    name,
-                    "torch.float32",
-                    full,
-                    offset,
-                    shape,
-                    addr=draw(st.integers(0, (1 << 64) - (1 << 62) - 1)),
-                    device_id=draw(st.integers(0, 7)),
-                    digest=draw(st.none() | st.binary(min_size=16, max_size=16)),
-                )
-            )
-    return made
 
 
 @many
