@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
+from modelexpress_rl.column_blocks import ACCEPTS as BLOCKS_ACCEPTS
+from modelexpress_rl.column_blocks import ColumnBlocks
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.topology import ACCEPTS, Topology
 from modelexpress_rl.version import WeightPayloadFormat, WeightSource
@@ -67,20 +69,18 @@ def metadata_port(device_index: int) -> int:
 
 def topology() -> Topology:
     """MX_TOPOLOGY: labels of where this process runs, such as zone=a,rack=r7; none where unset."""
-
-    def convert(text: str) -> Topology:
-        try:
-            return Topology.parse(text)
-        except UsageError as error:
-            raise ValueError from error
-
-    return _read("MX_TOPOLOGY", convert, ACCEPTS) or Topology()
+    return _read("MX_TOPOLOGY", _parsed(Topology.parse), ACCEPTS) or Topology()
 
 
 def trainer_staging_mode() -> str:
     """MX_TRAINER_STAGING_MODE (IN_PLACE): the name of a TrainerStagingMode."""
     names = ("IN_PLACE", "COPY_TO_DEVICE", "COPY_TO_HOST", "WRITE_TO_STORAGE")
     return _choice("MX_TRAINER_STAGING_MODE", names) or "IN_PLACE"
+
+
+def column_blocks() -> ColumnBlocks:
+    """MX_TRAINER_COLUMN_BLOCKS: in how many blocks of columns a copying trainer stores which tensors."""
+    return _read("MX_TRAINER_COLUMN_BLOCKS", _parsed(ColumnBlocks.parse), BLOCKS_ACCEPTS) or ColumnBlocks()
 
 
 def weight_payload_format() -> WeightPayloadFormat:
@@ -259,6 +259,18 @@ def _read(name: str, convert: Callable[[str], T], accepts: str) -> T | None:
         return convert(text)
     except ValueError:
         raise UsageError(f"{name} is {text!r}; it accepts {accepts}") from None
+
+
+def _parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """The same, with a `UsageError` that names no variable turned into one that `_read` makes."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except UsageError as error:
+            raise ValueError from error
+
+    return convert
 
 
 def _int(name: str, default: int, *, least: int, most: int = 2**62) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import anyio
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelexpress_rl.errors import DeadlineExceeded, StateError
-from modelexpress_rl.train.memory import Extent
 from modelexpress_rl.transport.port import Agent, Region, Registration
 
 _log = logging.getLogger(__name__)
@@ -24,18 +23,18 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Where each extent goes, in bytes from the start of an arena of `size_bytes`."""
+    """Where each of several things goes, in bytes from the start of an arena of `size_bytes`."""
 
     offsets: tuple[int, ...]
     size_bytes: int
 
     @classmethod
-    def of(cls, extents: Sequence[Extent]) -> ArenaLayout:
+    def of(cls, sizes_bytes: Iterable[int]) -> ArenaLayout:
         """One after another, each at a multiple of `ALIGN_BYTES`."""
         offsets, end = [], 0
-        for extent in extents:
+        for size_bytes in sizes_bytes:
             offsets.append(end)
-            end += -(-extent.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            end += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
         return cls(tuple(offsets), end)
 
 

@@ -48,7 +48,9 @@ class ModelExpressTrainerConfig:
     must be unique in the job; `worker_id` names this process's life. Both are made where None.
     `registration_ttl_seconds` is whole seconds. `process_group` and `object_storage` belong to
     WRITE_TO_STORAGE. `topology` labels where this process runs (`MX_TOPOLOGY` where None): generators
-    prefer replicas that share theirs.
+    prefer replicas that share theirs. `column_blocks` (`MX_TRAINER_COLUMN_BLOCKS` where None) is for the
+    copy modes: in how many blocks of columns row-parallel weights are stored, or which tensors by patterns
+    of their names; give the least common multiple of the readers' tensor-parallel sizes.
 
     Further bounds, in seconds: `release_grace_seconds` is how long a released publication waits for
     the orchestrator to release the version before it is retracted; `close_timeout_seconds` how long
@@ -73,3 +75,4 @@ class ModelExpressTrainerConfig:
     max_lease_ttl_seconds: float = 300.0
     staging_timeout_seconds: float = 300.0
     topology: Mapping[str, str] | None = None
+    column_blocks: int | Mapping[str, int] | None = None

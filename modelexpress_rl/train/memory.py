@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from modelexpress_rl.train.adapter import SourceBox
 from modelexpress_rl.transport.port import Region
 
 COPY_CHUNK_BYTES = 32 << 20
+Job = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +75,28 @@ def bytes_of(addr: int, size_bytes: int, device_kind: str, owner: Any) -> NDArra
     """A piece of memory as an array on the host: a view on a CPU, a copy from a GPU."""
     if device_kind == "cpu":
         return host_bytes(addr, size_bytes)
-    array: NDArray[np.uint8] = _torch_bytes(addr, size_bytes, owner).cpu().numpy()
+    array: NDArray[np.uint8] = torch_bytes(addr, size_bytes, owner).cpu().numpy()
     return array
 
 
-def copy_to_host(extents: Sequence[Extent], targets: Sequence[NDArray[np.uint8]], threads: int) -> None:
-    """Copy every extent into its target; returns once all bytes have arrived. Run it in a thread."""
-    jobs = [
-        (extent, target, begin, min(COPY_CHUNK_BYTES, extent.size_bytes - begin))
+def copies_to_host(extents: Sequence[Extent], targets: Sequence[NDArray[np.uint8]]) -> list[Job]:
+    """What has to be done to copy every extent into its target, in any order, by any threads."""
+    return [
+        partial(_copy, (extent, target, begin, min(COPY_CHUNK_BYTES, extent.size_bytes - begin)))
         for extent, target in zip(extents, targets, strict=True)
         for begin in range(0, extent.size_bytes, COPY_CHUNK_BYTES)
     ]
+
+
+def run_all(jobs: Sequence[Job], threads: int) -> None:
+    """Do all jobs and return when the last is done. Run it in a thread."""
     if threads > 1 and len(jobs) > 1:
         with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="mx-copy") as pool:
-            for _ in pool.map(_copy, jobs):
-                pass
+            for done in [pool.submit(job) for job in jobs]:
+                done.result()
     else:
         for job in jobs:
-            _copy(job)
+            job()
 
 
 def _copy(job: tuple[Extent, NDArray[np.uint8], int, int]) -> None:
@@ -101,11 +107,16 @@ def _copy(job: tuple[Extent, NDArray[np.uint8], int, int]) -> None:
         return
     import torch  # only an engine that has tensors on a GPU comes here
 
-    source = _torch_bytes(extent.addr + begin, size_bytes, extent.owner)
+    source = torch_bytes(extent.addr + begin, size_bytes, extent.owner)
     torch.from_numpy(into).copy_(source)
 
 
-def _torch_bytes(addr: int, size_bytes: int, owner: Any) -> Any:
+def torch_bytes(addr: int, size_bytes: int, owner: Any) -> Any:
+    """Memory of a GPU as a flat torch tensor of bytes.
+
+    Raises:
+        UsageError: `owner` is no torch tensor.
+    """
     import torch
 
     if not isinstance(owner, torch.Tensor):

@@ -101,7 +101,7 @@ class TrainerRuntime:
         publications = Publications(ports)
         registration.on_change = publications.registration_changed
         method = FullTensorMethod(
-            stager=Stager(resources.agent),
+            stager=Stager(resources.agent, column_blocks=settings.column_blocks),
             publications=publications,
             background=background,
             create_adapter=context.create_adapter,

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from modelexpress_rl import arguments, envs
+from modelexpress_rl.column_blocks import ColumnBlocks
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.object_storage import ObjectStorageConfig
 from modelexpress_rl.rpc import Address, parse_addresses
@@ -45,6 +46,7 @@ class TrainerSettings:
     host: str
     grpc_port: int
     topology: Topology
+    column_blocks: ColumnBlocks
 
 
 def resolve(config: ModelExpressTrainerConfig) -> TrainerSettings:
@@ -89,6 +91,9 @@ def resolve(config: ModelExpressTrainerConfig) -> TrainerSettings:
         host=envs.worker_host(),
         grpc_port=envs.worker_grpc_port(device_index or 0),
         topology=envs.topology() if config.topology is None else Topology.of(config.topology),
+        column_blocks=(
+            envs.column_blocks() if config.column_blocks is None else ColumnBlocks.of(config.column_blocks)
+        ),
     )
 
 

@@ -10,12 +10,14 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
 from modelexpress_rl import quiet_threads
+from modelexpress_rl.column_blocks import ColumnBlocks
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard import manifest_columns
@@ -31,13 +33,23 @@ from modelexpress_rl.train.adapter import (
 from modelexpress_rl.train.arena import ArenaLayout, ArenaPool, HostArena
 from modelexpress_rl.train.config import TrainerStagingMode
 from modelexpress_rl.train.digest_job import DigestJob, DigestSource
-from modelexpress_rl.train.memory import Extent, bytes_of, copy_to_host, extents_of, host_bytes
+from modelexpress_rl.train.memory import (
+    Extent,
+    Job,
+    bytes_of,
+    copies_to_host,
+    extents_of,
+    host_bytes,
+    run_all,
+)
+from modelexpress_rl.train.packing import PackedBox, packed
 from modelexpress_rl.transport.port import Agent, Registration
 
 _log = logging.getLogger(__name__)
 
 THREADS = max(1, min(4, (os.cpu_count() or 2) // 2))
 _Boxes = tuple[SourceBox, ...]
+_NO_BLOCKS = ColumnBlocks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,59 @@ class _Layout:
         on_host = all(extent.device_kind == "cpu" for extent in extents)
         memory = _host_memory(rows, extents) if on_host else _any_memory(rows)
         return cls(boxes, rows, table, extents, DigestSource(table, memory, fixed=on_host))
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where everything goes in an arena: extents as they lie, and boxes packed in blocks of columns.
+
+    `layout` has the places of `extents`, then of `packed`, both in the order of publication.
+    """
+
+    source: _Layout
+    extents: tuple[Extent, ...]
+    packed: dict[int, PackedBox]
+    layout: ArenaLayout
+
+    @classmethod
+    def of(cls, source: _Layout, blocks: ColumnBlocks) -> _Places:
+        in_blocks = packed(source.rows, blocks)
+        rest = [row for number, row in enumerate(source.rows) if number not in in_blocks]
+        extents = extents_of(rest) if in_blocks else source.extents
+        sizes = [extent.size_bytes for extent in extents]
+        sizes += [each.box.size_bytes for each in in_blocks.values()]
+        return cls(source, extents, in_blocks, ArenaLayout.of(sizes))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.layout.size_bytes
+
+    def moved_to(self, arena: HostArena) -> _Boxes:
+        """The boxes as they lie there."""
+        starts = [(extent.device_kind, extent.device_index, extent.addr) for extent in self.extents]
+        of_packed = dict(zip(self.packed, self.layout.offsets[len(starts) :], strict=True))
+        moved: list[SourceBox] = []
+        for number, box in enumerate(self.source.rows):
+            if number in self.packed:
+                moved += self.packed[number].at(arena.addr + of_packed[number], arena)
+                continue
+            addr = arena.addr
+            if box.size_bytes:
+                at = _last_at_most(starts, (box.device_kind, box.device_index, box.addr))
+                addr += self.layout.offsets[at] + box.addr - self.extents[at].addr
+            moved.append(replace(box, addr=addr, device_kind="cpu", device_index=0, owner=arena))
+        return tuple(moved)
+
+    def copies(self, arena: HostArena) -> list[Job]:
+        """What fills the arena."""
+        sizes = [extent.size_bytes for extent in self.extents]
+        sizes += [each.box.size_bytes for each in self.packed.values()]
+        targets = [arena.memory[at : at + size] for at, size in zip(self.layout.offsets, sizes, strict=True)]
+        jobs = copies_to_host(self.extents, targets[: len(self.extents)])
+        for each, target in zip(self.packed.values(), targets[len(self.extents) :], strict=True):
+            jobs += [partial(each.copy, target, rows) for rows in each.row_ranges()]
+        return jobs
 
 
 class _Lent:
@@ -90,8 +155,17 @@ class _Loan:
 class Stager:
     """Stages versions for one agent; it owns the arenas and the registrations of lent memory."""
 
-    def __init__(self, agent: Agent, *, arenas: ArenaPool | None = None, with_digests: bool = True) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        arenas: ArenaPool | None = None,
+        with_digests: bool = True,
+        column_blocks: ColumnBlocks = _NO_BLOCKS,
+    ) -> None:
         self._agent = agent
+        self._column_blocks = column_blocks
+        self._places: _Places | None = None
         self._with_digests = with_digests
         self.arenas = arenas or ArenaPool(agent)
         self._source: _Layout | None = None
@@ -130,14 +204,14 @@ class Stager:
             DeadlineExceeded: every arena was held until `timeout_s` had passed.
         """
         source = self.layout(boxes)
-        places = ArenaLayout.of(source.extents)
+        places = self._places_of(source)
         with record.stage("setup_registration"):
             arena = await self.arenas.acquire(places.size_bytes, holder, timeout_s)
         try:
             with record.stage("source_preparation"):
-                await _fill(arena, source.extents, places)
+                await _fill(arena, places)
             with record.stage("transfer_planning"):
-                layout = self._moved(arena, source, places)
+                layout = self._moved(arena, places)
                 manifest = await self._manifest(arena.addr, layout)
         except BaseException:
             arena.release()
@@ -149,7 +223,7 @@ class Stager:
 
     async def aclose(self) -> None:
         """Deregister everything and drop the tensors; idempotent."""
-        self._source = None
+        self._source = self._places = None
         self._in_arena.clear()
         self._manifests.clear()
         await self.arenas.aclose()
@@ -169,11 +243,17 @@ class Stager:
         self._lent.append(made)
         return made
 
-    def _moved(self, arena: HostArena, source: _Layout, places: ArenaLayout) -> _Layout:
+    def _places_of(self, source: _Layout) -> _Places:
+        if self._places is None or self._places.source is not source:
+            self._places = _Places.of(source, self._column_blocks)
+        return self._places
+
+    def _moved(self, arena: HostArena, places: _Places) -> _Layout:
+        source = places.source
         known = self._in_arena.get(arena.addr)
         if known is not None and known[0] is source:
             return known[1]
-        moved = _Layout.of(_into_arena(source, places, arena))
+        moved = _Layout.of(places.moved_to(arena))
         # Arenas that are gone leave nothing behind here.
         alive = {one.addr for one in self.arenas.arenas}
         self._in_arena = {addr: kept for addr, kept in self._in_arena.items() if addr in alive}
@@ -274,29 +354,12 @@ def _any_memory(rows: _Boxes) -> Memory:
     return memory
 
 
-def _into_arena(source: _Layout, places: ArenaLayout, arena: HostArena) -> _Boxes:
-    starts = [(extent.device_kind, extent.device_index, extent.addr) for extent in source.extents]
-
-    def moved(box: SourceBox) -> SourceBox:
-        if not box.size_bytes:
-            return replace(box, addr=arena.addr, device_kind="cpu", device_index=0, owner=arena)
-        at = _last_at_most(starts, (box.device_kind, box.device_index, box.addr))
-        addr = arena.addr + places.offsets[at] + box.addr - source.extents[at].addr
-        return replace(box, addr=addr, device_kind="cpu", device_index=0, owner=arena)
-
-    return tuple(moved(box) for box in source.rows)
-
-
 def _last_at_most(starts: list[Any], key: Any) -> int:
     from bisect import bisect_right
 
     return bisect_right(starts, key) - 1
 
 
-async def _fill(arena: HostArena, extents: Sequence[Extent], places: ArenaLayout) -> None:
-    targets = [
-        arena.memory[offset : offset + extent.size_bytes]
-        for offset, extent in zip(places.offsets, extents, strict=True)
-    ]
+async def _fill(arena: HostArena, places: _Places) -> None:
     # Not abandoned when cancelled: the arena may be used again only once the copy has ended.
-    await anyio.to_thread.run_sync(copy_to_host, extents, targets, THREADS)
+    await anyio.to_thread.run_sync(run_all, places.copies(arena), THREADS)

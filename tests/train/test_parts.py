@@ -18,7 +18,7 @@ from modelexpress_rl.train.adapter import SourceBox
 from modelexpress_rl.train.arena import ArenaPool
 from modelexpress_rl.train.engines.plain import PlainBox, PlainTrainerContext
 from modelexpress_rl.train.fences import BlockingFence, Fence, wait_for
-from modelexpress_rl.train.memory import copy_to_host, extents_of
+from modelexpress_rl.train.memory import copies_to_host, extents_of, run_all
 from modelexpress_rl.transport.inprocess import Hub
 
 pytestmark = pytest.mark.anyio
@@ -164,7 +164,7 @@ class TestMemory:
         arrays = [np.arange(100, dtype=np.int32), np.arange(7, dtype=np.uint8)]
         extents = extents_of(boxes_of({str(i): a for i, a in enumerate(arrays)}))
         targets = [np.zeros(extent.size_bytes, np.uint8) for extent in extents]
-        copy_to_host(extents, targets, threads=2)
+        run_all(copies_to_host(extents, targets), threads=2)
         by_size = {target.nbytes: target.tobytes() for target in targets}
         assert by_size == {array.nbytes: array.tobytes() for array in arrays}
 

@@ -83,6 +83,10 @@ SET: list[tuple[str, str, Callable[[], Any], Any]] = [
         (WeightSource.TRAINER, WeightSource.OBJECT_STORAGE),
     ),
     ("RANK", "12", envs.rank, 12),
+    ("MX_TRAINER_COLUMN_BLOCKS", "a.*=2, b=4", lambda: envs.column_blocks().rules, (("a.*", 2), ("b", 4))),
+    ("MX_TRAINER_COLUMN_BLOCKS", "4", lambda: envs.column_blocks().count("h.0.o_proj.weight"), 4),
+    ("MX_TRANSPORT_COST_FILE", "/a/b", envs.transport_cost_file, "/a/b"),
+    ("XDG_CACHE_HOME", "/c", envs.transport_cost_file, "/c/modelexpress_rl/transport-cost.json"),
 ]
 
 
@@ -109,6 +113,9 @@ BAD: list[tuple[str, str, Callable[[], Any]]] = [
     ("MX_REFIT_CHECKSUM_FORMAT", "crc32", envs.refit_checksum_format),
     ("MX_S3_MULTIPART_PART_BYTES", "1", envs.s3_tuning),
     ("LOCAL_RANK", "-1", envs.local_rank),
+    ("MX_TRAINER_COLUMN_BLOCKS", "0", envs.column_blocks),
+    ("MX_TRAINER_COLUMN_BLOCKS", "a=2,b", envs.column_blocks),
+    ("MX_TRAINER_COLUMN_BLOCKS", "=2", envs.column_blocks),
 ]
 
 

@@ -1,0 +1,73 @@
+"""In how many blocks of columns a copying trainer stores a tensor, so that readers' slices are contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Self
+
+from modelexpress_rl.errors import UsageError
+
+ROW_PARALLEL = (
+    "*.o_proj.weight",
+    "*.out_proj.weight",
+    "*.down_proj.weight",
+    "*.w2.weight",
+    "*.fc2.weight",
+    "*.dense_4h_to_h.weight",
+)
+"""What a number alone is about: the weights of which tensor-parallel readers take columns."""
+
+MAX_BLOCKS = 1024
+ACCEPTS = "a number of blocks, or name patterns with one each, such as *.o_proj.weight=4,*.down_proj.weight=8"
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnBlocks:
+    """Name patterns (as of a shell, `*` and `?`) and blocks; the first that fits a name counts.
+
+    Raises:
+        UsageError: a pattern is blank, or a number is none of 1 to `MAX_BLOCKS`.
+    """
+
+    rules: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for pattern, count in self.rules:
+            good = isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MAX_BLOCKS
+            if not good or not isinstance(pattern, str) or not pattern.strip():
+                raise UsageError(
+                    f"column_blocks: expected {ACCEPTS}, 1 to {MAX_BLOCKS}, got {pattern!r}: {count!r}"
+                )
+
+    @classmethod
+    def of(cls, value: int | Mapping[str, int]) -> Self:
+        """From a configuration: one number for the `ROW_PARALLEL` weights, or a mapping of patterns.
+
+        Raises:
+            UsageError: it is something else.
+        """
+        if isinstance(value, Mapping):
+            return cls(tuple(value.items()))
+        return cls(tuple((pattern, value) for pattern in ROW_PARALLEL))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From `4`, or from `pattern=4,pattern=8`.
+
+        Raises:
+            UsageError: it is something else.
+        """
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        try:
+            if len(parts) == 1 and "=" not in parts[0]:
+                return cls.of(int(parts[0]))
+            pairs = [part.rpartition("=") for part in parts]
+            return cls(tuple((pattern.strip(), int(count)) for pattern, _, count in pairs))
+        except ValueError:
+            raise UsageError(f"column_blocks: expected {ACCEPTS}, got {text!r}") from None
+
+    def count(self, name: str) -> int:
+        """The blocks of a tensor; 1 where no pattern fits."""
+        return next((count for pattern, count in self.rules if fnmatchcase(name, pattern)), 1)
