@@ -230,7 +230,7 @@ async def test_an_install_that_fails_half_way_is_uncertain_and_the_same_version_
                     raise OSError("the device fell off the bus")
 
     trainer, model = await world.trainer(), Breaks()
-    client = await world.generator(model, context=TorchGeneratorContext(model, load_weights=True))
+    client = await world.generator(model, context=TorchGeneratorContext(model, load_weights_whole=True))
     await create_version(world.control, "v1", ["s0"])
     await trainer.publish("v1", "s0", whole(weights(1)))
     staged = await client.stage_weight("v1")

@@ -239,7 +239,7 @@ def test_load_weights_gets_every_tensor_whole() -> None:
     module = Loads(w=tensor((4, 2)), x=tensor((3,)))
     module.answer = {"w", "x"}
     tensors = {"x": tensor((3,)), "w": tensor((4, 2)), "other": tensor((2,)), "empty": tensor((0, 3))}
-    needs = install(TorchGeneratorContext(module, load_weights=True), tensors)
+    needs = install(TorchGeneratorContext(module, load_weights_whole=True), tensors)
     assert [need.name for need in needs] == ["empty", "other", "w", "x"]
     assert torch.equal(module.w, tensors["w"])
 
@@ -248,7 +248,7 @@ def test_load_weights_that_leaves_a_parameter_out_is_an_error() -> None:
     module = Loads(w=tensor((4, 2)), y=tensor((3,)))
     module.answer = {"w"}
     with pytest.raises(ModelExpressError, match="'y'"):
-        install(TorchGeneratorContext(module, load_weights=True), {"w": tensor((4, 2))})
+        install(TorchGeneratorContext(module, load_weights_whole=True), {"w": tensor((4, 2))})
 
 
 def test_load_weights_that_keeps_the_staged_bytes_is_an_error() -> None:
@@ -258,11 +258,15 @@ def test_load_weights_that_keeps_the_staged_bytes_is_an_error() -> None:
                 self.get_parameter(name).data = value
 
     with pytest.raises(ModelExpressError, match=r"'w'.*alias"):
-        install(TorchGeneratorContext(Keeps(w=tensor((4,))), load_weights=True), {"w": tensor((4,))})
+        install(TorchGeneratorContext(Keeps(w=tensor((4,))), load_weights_whole=True), {"w": tensor((4,))})
 
 
 def test_ways_that_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="load_weights"):
-        TorchGeneratorContext(Loads(w=tensor((4,))), load_weights=True, frozen=["w"])
+    with pytest.raises(UsageError, match="frozen"):
+        TorchGeneratorContext(Loads(w=tensor((4,))), load_weights_whole=True, frozen=["w"])
+    with pytest.raises(UsageError, match="is False"):
+        TorchGeneratorContext(Loads(w=tensor((4,))), load_weights_whole=True, load_weights=False)
+    with pytest.raises(UsageError, match="slices"):
+        TorchGeneratorContext(Loads(w=tensor((4,))), load_weights=True, slices=[])
     with pytest.raises(UsageError, match="Bag has no method"):
         TorchGeneratorContext(Bag(w=tensor((4,))), load_weights=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -11,8 +11,10 @@ from modelexpress_rl.errors import GeometryError, StateError, UsageError
 from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
 from modelexpress_rl.inference.engines.torch.dtypes import as_tensor, require_castable
 from modelexpress_rl.inference.engines.torch.mapping import (
+    Expected,
     Place,
     TensorSlice,
+    as_expected,
     named_tensors,
     require_whole,
     resolved,
@@ -94,14 +96,6 @@ class PlainAdapter:
         return frozenset(name for name, tensor in tensors.items() if id(tensor) not in loaded)
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """What a parameter was when the loader was made; it must still be that at the install."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class SliceLoader:
     """Copies staged boxes to their places; a box that several places want is staged once."""
 
@@ -111,10 +105,7 @@ class SliceLoader:
         self._module = module
         tensors = named_tensors(module)
         self._expected = {
-            place.slice.parameter: _Expected(
-                tuple(tensors[place.slice.parameter].shape), tensors[place.slice.parameter].dtype
-            )
-            for place in places
+            place.slice.parameter: Expected.of(tensors[place.slice.parameter]) for place in places
         }
         numbers: dict[Need, int] = {}
         self._places: list[tuple[int, Place]] = []
@@ -137,7 +128,7 @@ class SliceLoader:
     def check(self, staged: Sequence[StagedTensor]) -> None:
         """See `WeightLoader.check`."""
         tensors = {
-            name: _as_expected(self._module, name, expected) for name, expected in self._expected.items()
+            name: as_expected(self._module, name, expected) for name, expected in self._expected.items()
         }
         # Where neither the parameters nor the staging moved, the views of the last check are good still.
         where = [(tensor.device, tensor.data_ptr(), tensor.stride()) for tensor in tensors.values()]
@@ -172,26 +163,6 @@ class SliceLoader:
                 )
             copies.append((target, source))
         return copies
-
-
-def _as_expected(module: torch.nn.Module, name: str, expected: _Expected) -> torch.Tensor:
-    """The parameter or buffer of that name, where it is what it was when the loader was made."""
-    path, _, leaf = name.rpartition(".")
-    try:
-        now = getattr(module.get_submodule(path), leaf)
-    except AttributeError as error:
-        raise StateError(f"parameter {name!r} is gone since the loader was made") from error
-    if (tuple(now.shape), now.dtype) != (expected.shape, expected.dtype):
-        raise StateError(
-            f"parameter {name!r} was {expected.dtype} {expected.shape} when the loader was made, "
-            f"now it is {now.dtype} {tuple(now.shape)}"
-        )
-    if now.is_meta:
-        raise StateError(f"parameter {name!r} has no storage (it is on the meta device)")
-    if now.numel() > 1 and 0 in now.stride():
-        raise StateError(f"parameter {name!r} is expanded: its elements share memory")
-    tensor: torch.Tensor = now
-    return tensor
 
 
 def _published_as(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from modelexpress_rl.errors import UsageError
+from modelexpress_rl.errors import StateError, UsageError
 from modelexpress_rl.reshard.boxes import Pieces, covered_volume, overlapping_targets
 from modelexpress_rl.reshard.geometry import padded
 
@@ -66,6 +66,52 @@ def writing(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
     if any(tensor.is_inference() for tensor in tensors):
         return torch.inference_mode()
     return torch.no_grad()
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a parameter was when a loader was made; it must still be that at the install.
+
+    `stride` is None where the loader does not depend on it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, strided: bool = False) -> Expected:
+        """What a tensor is now."""
+        return cls(tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()) if strided else None)
+
+
+def as_expected(module: torch.nn.Module, name: str, expected: Expected) -> torch.Tensor:
+    """The parameter or buffer of that name, where it is what it was when the loader was made.
+
+    Raises:
+        StateError: it is not.
+    """
+    path, _, leaf = name.rpartition(".")
+    try:
+        now = getattr(module.get_submodule(path), leaf)
+    except AttributeError as error:
+        raise StateError(f"parameter {name!r} is gone since the loader was made") from error
+    if (tuple(now.shape), now.dtype) != (expected.shape, expected.dtype):
+        raise StateError(
+            f"parameter {name!r} was {expected.dtype} {expected.shape} when the loader was made, "
+            f"now it is {now.dtype} {tuple(now.shape)}"
+        )
+    if now.is_meta:
+        raise StateError(f"parameter {name!r} has no storage (it is on the meta device)")
+    if now.numel() > 1 and 0 in now.stride():
+        raise StateError(f"parameter {name!r} is expanded: its elements share memory")
+    if expected.stride is not None and tuple(now.stride()) != expected.stride:
+        raise StateError(
+            f"parameter {name!r} had strides {expected.stride} when the loader was made, "
+            f"now it has {tuple(now.stride())}"
+        )
+    tensor: torch.Tensor = now
+    return tensor
 
 
 def resolved(slices: Sequence[TensorSlice], tensors: Mapping[str, torch.Tensor]) -> tuple[Place, ...]:

@@ -1,0 +1,337 @@
+"""The two modes under which `load_weights` runs: nothing that it does reaches memory of the live module.
+
+`DispatchMode` sees every operation below autograd: views run on storage-free tensors (what they are views
+of is their storage), copies are recorded, what else writes or reads values is refused. `FunctionMode` sees
+the calls that never get there (`param.data = ...`, `.numpy()`, `.data_ptr()`), puts stand-ins in place of
+live tensors that a closure or a global still names, and answers `.device` as the real tensors would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from modelexpress_rl.inference.engines.torch.capture.contents import (
+    Computed,
+    Constant,
+    Content,
+    Copied,
+    StandIn,
+)
+from modelexpress_rl.inference.engines.torch.capture.recorder import Recorder, part_of
+
+aten = torch.ops.aten
+
+_CONSTANTS: Mapping[Any, Callable[..., Any]] = {
+    aten.scalar_tensor.default: lambda value, **_: value,
+    aten.zeros.default: lambda *_, **__: 0,
+    aten.ones.default: lambda *_, **__: 1,
+    aten.full.default: lambda size, value, **_: value,
+    aten.zeros_like.default: lambda *_, **__: 0,
+    aten.ones_like.default: lambda *_, **__: 1,
+    aten.full_like.default: lambda like, value, **_: value,
+    aten.new_zeros.default: lambda *_, **__: 0,
+    aten.new_ones.default: lambda *_, **__: 1,
+    aten.new_full.default: lambda like, size, value, **_: value,
+}
+_COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
+_UNLIKE = {aten.set_, aten.resize_, aten.resize_as_}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What an operation's schema says."""
+
+    name: str
+    written: tuple[str | int, ...]
+    turns_view: bool
+    is_view: bool
+    returns_tensors: bool
+
+
+@lru_cache(maxsize=4096)
+def _kind(func: Any) -> _Kind:
+    schema = func._schema
+    written: list[str | int] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(argument.name if argument.kwarg_only else i)
+    tensors = ("Tensor", "List[Tensor]")
+    return _Kind(
+        str(func),
+        tuple(written),
+        torch.Tag.inplace_view in func.tags and func.overloadpacket not in _UNLIKE,
+        any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        all(str(r.type) in tensors for r in schema.returns),
+    )
+
+
+class DispatchMode(TorchDispatchMode):
+    """Records into `recorder` what happens to tensors without memory."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to say so would import torch._dynamo: a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self._recorder
+        if recorder.at_work:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = _mapped(args, recorder.swapped), _mapped(kwargs or {}, recorder.swapped)
+        kind = _kind(func)
+        known = [(tensor, recorder.content(tensor)) for tensor in _tensors((args, kwargs))]
+        held = [(tensor, content) for tensor, content in known if content is not None]
+        if kind.written and not kind.turns_view:
+            return self._write(func, kind, args, kwargs, held)
+        if not held:
+            return self._made(func, args, kwargs)
+        if kind.is_view or kind.turns_view:
+            return func(*args, **kwargs)
+        return self._new(func, kind, args, kwargs, held)
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on nothing that is published or of the module: it runs."""
+        out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            if tensor.is_meta:
+                self._recorder.hold(
+                    tensor, self._recorder.new(tensor, _made_of(func, args, kwargs, ())), None
+                )
+            elif not _kind(func).is_view or func is aten.lift_fresh.default:
+                self._recorder.made(tensor)
+        return out
+
+    def _new(
+        self, func: Any, kind: _Kind, args: Any, kwargs: Any, held: list[tuple[torch.Tensor, Content]]
+    ) -> Any:
+        """An operation that makes new tensors out of some without memory."""
+        recorder = self._recorder
+        first = held[0][0]
+        device = kwargs.get("device") or recorder.device(first)
+        if func in _COPIES:
+            view, content = self._source(args[0])
+            if content is None:
+                return self._made(func, args, kwargs)
+            out = func(args[0], **{k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")})
+            recorder.hold(out, recorder.copied(out, view, content), device)
+            return out
+        if func in _CONSTANTS:
+            out = func(*args, **{**kwargs, "device": "meta"})
+            recorder.hold(out, recorder.new(out, _made_of(func, args, kwargs, ())), device)
+            return out
+        if all(isinstance(content, StandIn) and not content.is_parameter for _, content in held):
+            args, kwargs = (_mapped(each, lambda t: self._values(t, kind.name)) for each in (args, kwargs))
+            return self._made(func, args, kwargs)
+        names = tuple(dict.fromkeys(name for _, content in held for name in recorder.names(content)))
+        if not kind.returns_tensors:
+            described = recorder.described(held[0][0])
+            raise recorder.refuse(f"{kind.name} reads values of {described} to decide what to do")
+        out = self._on_meta(func, kind, args, kwargs, held)
+        joined = _joined(func, args, kwargs, out)
+        for tensor in _tensors(out):
+            result = recorder.new(tensor, Computed(kind.name, names))
+            if joined is not None:
+                result = self._laid_out(tensor, result, joined)
+            recorder.hold(tensor, result, device)
+        return out
+
+    def _laid_out(self, out: torch.Tensor, under: Copied, parts: list[tuple[Any, tuple[int, ...]]]) -> Copied:
+        """A new tensor that is made of others, each at an offset; a number is everywhere."""
+        found = list(under.parts)
+        for value, offset in parts:
+            if not isinstance(value, torch.Tensor):
+                found += self._recorder.new(out, Constant(value)).parts
+            elif value.numel():
+                found.append(part_of(*self._known_source(value), offset))
+        return replace(under, parts=tuple(found))
+
+    def _on_meta(
+        self, func: Any, kind: _Kind, args: Any, kwargs: Any, held: list[tuple[torch.Tensor, Content]]
+    ) -> Any:
+        try:
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": "meta"}
+            return func(*_mapped(args, _meta), **_mapped(kwargs, _meta))
+        except NotImplementedError as error:
+            described = self._recorder.described(held[0][0])
+            raise self._recorder.refuse(f"{kind.name} on {described} depends on its values") from error
+
+    def _write(
+        self, func: Any, kind: _Kind, args: Any, kwargs: Any, held: list[tuple[torch.Tensor, Content]]
+    ) -> Any:
+        """An operation that writes: copies into the module are recorded, others refused."""
+        recorder = self._recorder
+        targets = _tensors([kwargs.get(w) if isinstance(w, str) else _at(args, w) for w in kind.written])
+        if func is aten._foreach_copy_.default:
+            for target, source in zip(args[0], args[1], strict=True):
+                aten.copy_.default(target, source)
+            return None
+        found = list(targets)
+        for target in found:
+            if recorder.content(target) is None and not recorder.is_made(target):
+                raise recorder.refuse(f"{kind.name} writes to a tensor that is not of the module")
+        if not held:
+            return func(*args, **kwargs)
+        if len(found) == 1 and _is_copy(func):
+            self._copy(func, found[0], args)
+            return found[0]
+        for target in found:
+            if recorder.content(target) is None:
+                target = recorder.adopt(target)
+            if isinstance(recorder.content(target), Copied):
+                names = dict.fromkeys(name for _, content in held for name in recorder.names(content))
+                recorder.write(target, None, Computed(kind.name, tuple(names)))
+                continue
+            raise recorder.refuse(f"{kind.name} changes {recorder.described(target)}")
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _copy(self, func: Any, target: torch.Tensor, args: Any) -> None:
+        recorder = self._recorder
+        if recorder.content(target) is None:
+            target = recorder.adopt(target)
+        value = 0 if func is aten.zero_.default else args[1]
+        if not isinstance(value, torch.Tensor):
+            recorder.write(target, None, Constant(value))
+            return
+        recorder.write(target, *self._known_source(value))
+
+    def _source(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Content | None]:
+        """A tensor that is copied from; what lies in a buffer of the live module is known."""
+        content = self._recorder.content(tensor)
+        if isinstance(content, StandIn) and not content.is_parameter:
+            known = self._recorder.known(self._recorder.live_values(tensor, "a copy"))
+            return known.tensor, known
+        return tensor, content
+
+    def _known_source(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Content]:
+        """The same; what has memory of its own is known, too."""
+        view, content = self._source(tensor)
+        if content is not None:
+            return view, content
+        known = self._recorder.known(tensor)
+        return known.tensor, known
+
+    def _values(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
+        if self._recorder.content(tensor) is None:
+            return tensor
+        return self._recorder.live_values(tensor, operation)
+
+
+class FunctionMode(TorchFunctionMode):
+    """What never reaches the dispatcher."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self._recorder
+        args, kwargs = _mapped(args, recorder.swapped), _mapped(kwargs or {}, recorder.swapped)
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        content = None if first is None else recorder.content(first)
+        if content is None or first is None:
+            return func(*args, **kwargs)
+        if func in _ASKS_DEVICE:
+            return _ASKS_DEVICE[func](recorder.device(first))
+        if func == _SET_DATA and isinstance(content, StandIn):
+            return self._set_data(first, args[1])
+        if func in _LEAVES_TORCH:
+            with recorder.working():
+                return func(
+                    recorder.live_values(first, f"Tensor.{func.__name__}").clone(), *args[1:], **kwargs
+                )
+        return func(*args, **kwargs)
+
+    def _set_data(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """`param.data = value` keeps the address: it is a copy where nothing else changes."""
+        same = (target.shape, target.dtype) == (value.shape, value.dtype)
+        if not same:
+            raise self._recorder.refuse(
+                f"{self._recorder.described(target)}, {target.dtype} {tuple(target.shape)}, is made "
+                f"{value.dtype} {tuple(value.shape)} by setting its data"
+            )
+        target.detach().copy_(value)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ASKS_DEVICE: Mapping[Any, Callable[[Any], Any]] = {
+    torch.Tensor.device.__get__: lambda device: device,
+    torch.Tensor.is_meta.__get__: lambda device: device.type == "meta",  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+}
+_LEAVES_TORCH = {
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.data_ptr,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+}
+
+
+def _is_copy(func: Any) -> bool:
+    return func in (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
+
+
+def _made_of(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) -> Content:
+    value = _CONSTANTS[func](*args, **kwargs) if func in _CONSTANTS else None
+    return Computed(str(func), names) if value is None else Constant(value)
+
+
+def _joined(func: Any, args: Any, kwargs: Any, out: Any) -> list[tuple[Any, tuple[int, ...]]] | None:
+    """What `cat`, `stack` and `pad` lay where; None for any other operation."""
+    if func is aten.constant_pad_nd.default:
+        value, pads = args[0], list(args[1])
+        if min(pads) < 0:
+            return None
+        lows = [0] * (value.dim() - len(pads) // 2) + pads[-2::-2]
+        return [(args[2] if len(args) > 2 else kwargs.get("value", 0), ()), (value, tuple(lows))]
+    if func not in (aten.cat.default, aten.stack.default):
+        return None
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim()
+    parts, begin = [], 0
+    for value in args[0]:
+        view = value.unsqueeze(dim) if func is aten.stack.default else value
+        if view.dim() != out.dim():
+            continue  # cat takes an empty vector beside anything
+        parts.append((view, tuple(begin if axis == dim else 0 for axis in range(out.dim()))))
+        begin += view.shape[dim]
+    return parts
+
+
+def _at(args: Sequence[Any], number: int) -> Any:
+    return args[number] if number < len(args) else None
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta or not tensor.dim() else tensor.to("meta")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(each, change) for each in value)
+    if type(value) is dict:
+        return {key: _mapped(each, change) for key, each in value.items()}
+    return value
