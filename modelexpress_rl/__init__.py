@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from modelexpress_rl.train.config import ModelExpressTrainerConfig as ModelExpressTrainerConfig
     from modelexpress_rl.train.config import TrainerEngineContext as TrainerEngineContext
     from modelexpress_rl.train.config import TrainerStagingMode as TrainerStagingMode
+    from modelexpress_rl.train.engines.fsdp import FSDPTrainerContext as FSDPTrainerContext
     from modelexpress_rl.train.engines.megatron import MegatronTrainerContext as MegatronTrainerContext
     from modelexpress_rl.version import VersionState as VersionState
     from modelexpress_rl.version import VersionStatus as VersionStatus
@@ -57,6 +58,7 @@ _NAMES_OF_MODULE = {
     ),
     "train.client": ("AsyncModelExpressTrainerClient", "ModelExpressTrainerClient"),
     "train.config": ("ModelExpressTrainerConfig", "TrainerEngineContext", "TrainerStagingMode"),
+    "train.engines.fsdp": ("FSDPTrainerContext",),
     "train.engines.megatron": ("MegatronTrainerContext",),
     "version": (
         "VersionState",
