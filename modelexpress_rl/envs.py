@@ -63,7 +63,7 @@ def worker_grpc_port(device_index: int) -> int:
 
 
 def metadata_port(device_index: int) -> int:
-    """MX_METADATA_PORT plus the device index; 0 where unset: the kernel chooses a free one."""
+    """MX_METADATA_PORT plus the device index; 0 where unset."""
     return _port("MX_METADATA_PORT", device_index)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 import anyio
 
+from modelexpress_rl import envs
 from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.topology import Topology
 from modelexpress_rl.train.manifest_service import ManifestService
@@ -38,19 +39,23 @@ _OPEN = WorkerSecurity()
 
 
 async def nixl_agent(where: WhereToListen) -> Agent:
-    """A NIXL agent that peers can read from, with its metadata listener, unless readers must prove
-    something first: the listener hands the same keys to whoever asks.
+    """A NIXL agent that peers can read from; with its metadata listener only where MX_METADATA_PORT is set.
+
+    No reader needs it, since manifests carry the same metadata: neither ours nor the generator of 0.7. It
+    listens on every interface whatever MX_WORKER_HOST says, and loses a descriptor with each connection.
+    Nor is it started where readers must prove something first: it hands the same keys to whoever asks.
 
     Raises:
         UsageError: NIXL isn't installed, or the configured port is taken.
     """
     from modelexpress_rl.transport.nixl import NixlAgent
 
+    device_index = where.device_index or 0
     return await NixlAgent.create(
         where.agent_name,
         host=where.host,
-        device_index=where.device_index or 0,
-        listen=not readers_must_prove(),
+        device_index=device_index,
+        listen=bool(envs.metadata_port(device_index)) and not readers_must_prove(),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -266,7 +267,10 @@ async def test_its_resolver_accepts_our_manifests(job: Job) -> None:
     }
 
 
-async def test_it_reads_through_our_metadata_listener(job: Job) -> None:
+async def test_it_reads_through_our_metadata_listener(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        monkeypatch.setenv("MX_METADATA_PORT", str(free.getsockname()[1]))
     trainer = await job.trainer()
     trainer.train(3)
     await job.create("v1", trainer)

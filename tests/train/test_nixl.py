@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -16,6 +18,7 @@ from modelexpress_rl.rpc import WorkerEndpoint, parse_address
 from modelexpress_rl.train.client import AsyncModelExpressTrainerClient
 from modelexpress_rl.train.config import ModelExpressTrainerConfig
 from modelexpress_rl.train.engines.plain import PlainTrainerContext
+from modelexpress_rl.train.resources import nixl_agent
 from tests.train.support import MODEL, SLOT, Orchestrator, within
 
 pytest.importorskip("nixl")
@@ -46,6 +49,19 @@ async def test_another_process_reads_the_second_version(
                 assert got == b"".join(tensor.tobytes() for tensor in tensors.values())
             await orchestrator.release(version)
             await within(10, staged.source_reuse_ready)
+
+
+async def test_the_metadata_listener_runs_only_where_its_port_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = SimpleNamespace(agent_name="trainer", host="127.0.0.1", device_index=1)
+    monkeypatch.delenv("MX_METADATA_PORT", raising=False)
+    async with await nixl_agent(where) as agent:  # type: ignore[arg-type]
+        assert agent.metadata_endpoint == ""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MX_METADATA_PORT", str(port - 1))
+    async with await nixl_agent(where) as agent:  # type: ignore[arg-type]
+        assert agent.metadata_endpoint == f"127.0.0.1:{port}"
 
 
 def read_elsewhere(endpoint: str, version_id: str) -> bytes:
