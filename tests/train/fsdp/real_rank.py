@@ -2,7 +2,7 @@
 
 `refit` trains with two ranks and publishes after every step, case after case; rank 0 writes what the
 full state dict is into FOLDER before it. `mesh` trains on 2-D meshes of four ranks and writes what each
-rank would publish.
+rank would publish. `peer` publishes what the tests with 0.7.0 load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from modelexpress_rl import (
@@ -29,6 +29,7 @@ from modelexpress_rl import (
     WeightPayloadFormat,
     WeightVersionRef,
 )
+from tests.interop import peer_weights
 from tests.train.fsdp.cases import SEED, STEPS, Model, cast, optimizer_of, to_hugging_face, train
 from tests.train.fsdp.support import parts_of_boxes
 
@@ -140,13 +141,36 @@ def nothing(address: str, folder: Path) -> None:
         publisher.close()
 
 
+def for_a_peer(address: str, folder: Path) -> None:
+    """What a generator of 0.7.0 loads: sharded over both ranks, then with a rank that holds nothing."""
+    mesh = init_device_mesh("cpu", (2,))
+    first = DeviceMesh("cpu", [0])
+    placements = {"down.weight": [Shard(1)], "norm.weight": [Replicate()]}
+    for case in ("peer-sharded", "peer-nothing"):
+        tensors: dict[str, Any] = {
+            name: distribute_tensor(tensor, mesh, placements.get(name, [Shard(0)]))
+            if case == "peer-sharded"
+            else distribute_tensor(tensor, first, [Shard(0)], src_data_rank=None)
+            for name, tensor in peer_weights.weights(0).items()
+        }
+        publisher = Publisher(case, address, folder, "IN_PLACE", FSDPTrainerContext(tensors=tensors))
+        for step in range(2):
+            for name, full in peer_weights.weights(step).items():
+                held = tensors[name]
+                if held.to_local().numel():
+                    made = distribute_tensor(full, held.device_mesh, held.placements, src_data_rank=None)
+                    held.to_local().copy_(made.to_local())
+            publisher.publish(step, {}).source_reuse_ready.wait(WAIT_S)
+        publisher.close()
+
+
 def tensor_parallel(mesh: DeviceMesh) -> Model:
     """FSDP over tensor parallel: the rows of some are cut twice."""
 
     def wrap(block: nn.Module) -> None:
         plan: Any = {
-            "qkv": ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate()),
-            "out": RowwiseParallel(input_layouts=torch.distributed.tensor.Replicate()),
+            "qkv": ColwiseParallel(output_layouts=Replicate()),
+            "out": RowwiseParallel(input_layouts=Replicate()),
         }
         parallelize_module(block, mesh["tp"], plan)
 
@@ -181,6 +205,8 @@ def main(job: str, folder: Path, address: str = "") -> None:
     )
     if job == "mesh":
         mesh_of_four(folder)
+    elif job == "peer":
+        for_a_peer(address, folder)
     else:
         for case in (in_place, copied, nothing):
             case(address, folder)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +19,13 @@ from modelexpress_rl.inference.engines.torch import TorchGeneratorContext
 from modelexpress_rl.server.app import serving
 from modelexpress_rl.server.stores.memory import MemoryStore
 from modelexpress_rl.version import VersionState
-from tests.e2e.processes import Running, running
+from tests.e2e.processes import Running
 from tests.train.fsdp.cases import STEPS
+from tests.train.fsdp.real_ranks import ranks
 from tests.train.fsdp.support import assemble, differing
 
 pytestmark = [pytest.mark.anyio, pytest.mark.heavy]
-ROOT = Path(__file__).parents[3]
 WAIT_S = 60.0
-
-
-@contextlib.contextmanager
-def ranks(count: int, *arguments: str) -> Iterator[list[Running]]:
-    """So many real ranks, as a launcher starts them."""
-    command = [sys.executable, "-m", "tests.train.fsdp.real_rank"]
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                running(
-                    [*command, *arguments],
-                    {"RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"},
-                    cwd=str(ROOT),
-                )
-            )
-            for rank in range(count)
-        ]
 
 
 class Twin(torch.nn.Module):
