@@ -180,7 +180,12 @@ class SourceFetcher:
             DeadlineExceeded(f"version {version_id}: {publication}: no manifest, and others have it all")
             for publication in publications
         ]
+        # What is kept costs no task: a warm version has nothing else.
+        for number, publication in enumerate(publications):
+            if (kept := self._manifests.get(publication.manifest_digest)) is not None:
+                results[number] = _fetched(publication, *kept)
         missing = {publication.slot_id for publication in publications}
+        missing -= {result.publication.slot_id for result in results if isinstance(result, Fetched)}
         begun = anyio.current_time()
 
         async def one(number: int) -> None:
@@ -203,8 +208,11 @@ class SourceFetcher:
                     group.cancel_scope.deadline = now + max(now - begun, REPLICA_GRACE_S)
 
         async with anyio.create_task_group() as group:
-            for number in range(len(publications)):
-                group.start_soon(one, number)
+            if not missing:
+                group.cancel_scope.deadline = begun + REPLICA_GRACE_S
+            for number, result in enumerate(results):
+                if not isinstance(result, Fetched):
+                    group.start_soon(one, number)
         used = [result for result in results if isinstance(result, Fetched)]
         dropped = {
             publication.worker_id: result
@@ -267,16 +275,11 @@ class SourceFetcher:
             return DeadlineExceeded(f"{at}: no answer within the transfer's deadline")
 
     async def _fetch_one(self, version_id: VersionId, publication: Publication, deadline: float) -> Fetched:
-        manifest, topology = await self._manifest(version_id, publication, deadline)
-        source = SourceManifest.of(publication.slot_id, publication.worker_id, manifest)
-        return Fetched(publication, source, topology)
+        return _fetched(publication, *await self._manifest(version_id, publication, deadline))
 
     async def _manifest(
         self, version_id: VersionId, publication: Publication, deadline: float
     ) -> tuple[manifests.Manifest, Topology]:
-        kept = self._manifests.get(publication.manifest_digest)
-        if kept is not None:
-            return kept
         self.fetches += 1
         request = refit.GetWeightVersionShardManifestRequest(
             version_id=version_id, source_slot_id=publication.slot_id
@@ -379,6 +382,11 @@ async def _dialled_anew_once(call: Callable[[], Awaitable[T]]) -> T:
         return await call()
     except rpc_errors.Unavailable:
         return await call()
+
+
+def _fetched(publication: Publication, manifest: manifests.Manifest, topology: Topology) -> Fetched:
+    source = SourceManifest.of(publication.slot_id, publication.worker_id, manifest)
+    return Fetched(publication, source, topology)
 
 
 def _checked_manifest(data: bytes, claimed: str, publication: Publication) -> manifests.Manifest:

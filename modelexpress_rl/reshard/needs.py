@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
+from typing import NoReturn
 
 import numpy as np
 
@@ -91,22 +94,20 @@ class NeedTable:
                 overlap; the message names the tensor.
         """
         rows = list(needs)
-        dtype_of: dict[str, str] = {}
-        for row in rows:
-            if row.dtype not in DTYPE_SIZE_BYTES:
-                raise UsageError(f"tensor {row.name!r}: {owner} needs unknown dtype {row.dtype!r}")
-            if dtype_of.setdefault(row.name, row.dtype) != row.dtype:
-                raise UsageError(f"tensor {row.name!r}: needed both as {dtype_of[row.name]} and {row.dtype}")
-            if len(row.offset) != len(row.shape) or len(row.shape) > MAX_RANK:
-                raise UsageError(
-                    f"tensor {row.name!r}: offset {row.offset} and shape {row.shape} differ in rank"
-                )
-            if any(not 0 <= x <= MAX_EXTENT for x in (*row.offset, *row.shape)):
-                raise UsageError(f"tensor {row.name!r}: box {row.offset} {row.shape} is out of range")
-        index = {name: i for i, name in enumerate(dtype_of)}
-        width = max([1, *(len(row.shape) for row in rows)])
-        shape = padded([row.shape for row in rows], width, 1)
-        elsize = np.array([DTYPE_SIZE_BYTES[row.dtype] for row in rows], np.int64)
+        names, dtypes = [row.name for row in rows], [row.dtype for row in rows]
+        offsets, shapes = [row.offset for row in rows], [row.shape for row in rows]
+        if not _possible(dtypes, offsets, shapes):
+            _refuse_impossible(rows, owner)
+        index: defaultdict[str, int] = defaultdict(count().__next__)  # a new name gets the next number
+        tensor = np.fromiter(map(index.__getitem__, names), np.int64, len(rows))
+        dtype_of = dict(zip(reversed(names), reversed(dtypes), strict=True))  # of its first need
+        if list(map(dtype_of.__getitem__, names)) != dtypes:
+            row = next(row for row in rows if row.dtype != dtype_of[row.name])
+            raise UsageError(f"tensor {row.name!r}: needed both as {dtype_of[row.name]} and {row.dtype}")
+        rank = np.fromiter(map(len, shapes), np.int64, len(rows))
+        width = int(rank.max(initial=1))
+        shape = padded(shapes, width, 1)
+        elsize = np.fromiter(map(DTYPE_SIZE_BYTES.__getitem__, dtypes), np.int64, len(rows))
         if (too_big := volume_estimates(shape) * elsize > MAX_EXTENT).any():
             row = rows[int(np.argmax(too_big))]
             raise UsageError(f"tensor {row.name!r}: box {row.shape} is too big for an arena")
@@ -119,16 +120,42 @@ class NeedTable:
         ends = places + sizes.astype(np.uint64)
         return cls(
             owner=owner,
-            names=tuple(dtype_of),
-            dtypes=tuple(dtype_of.values()),
-            tensor=np.array([index[row.name] for row in rows], np.int64),
+            names=tuple(index),
+            dtypes=tuple(map(dtype_of.__getitem__, index)),
+            tensor=tensor,
             elsize=elsize,
-            rank=np.array([len(row.shape) for row in rows], np.int64),
-            offset=padded([row.offset for row in rows], width, 0),
+            rank=rank,
+            offset=padded(offsets, width, 0),
             shape=shape,
             local_offset=places,
             arena_bytes=int(ends.max()) if len(rows) else 0,
         )
+
+
+def _possible(
+    dtypes: Sequence[str], offsets: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether dtypes are known, ranks agree and coordinates are in range: all rows at once."""
+    ranks = list(map(len, shapes))
+    flat = [*chain.from_iterable(offsets), *chain.from_iterable(shapes)]
+    return (
+        DTYPE_SIZE_BYTES.keys() >= set(dtypes)
+        and list(map(len, offsets)) == ranks
+        and max(ranks, default=0) <= MAX_RANK
+        and min(flat, default=0) >= 0
+        and max(flat, default=0) <= MAX_EXTENT
+    )
+
+
+def _refuse_impossible(rows: Iterable[Need], owner: str) -> NoReturn:
+    for row in rows:
+        if row.dtype not in DTYPE_SIZE_BYTES:
+            raise UsageError(f"tensor {row.name!r}: {owner} needs unknown dtype {row.dtype!r}")
+        if len(row.offset) != len(row.shape) or len(row.shape) > MAX_RANK:
+            raise UsageError(f"tensor {row.name!r}: offset {row.offset} and shape {row.shape} differ in rank")
+        if any(not 0 <= x <= MAX_EXTENT for x in (*row.offset, *row.shape)):
+            raise UsageError(f"tensor {row.name!r}: box {row.offset} {row.shape} is out of range")
+    raise AssertionError("unreachable: every need is possible")
 
 
 def _packed(sizes: Int, align_bytes: int) -> UInt:

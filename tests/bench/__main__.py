@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tests.bench.result import Result
 
-NAMES = ("refit", "control")
+NAMES = ("refit", "control", "plan")
 
 
 def main() -> None:
@@ -37,6 +38,9 @@ def main() -> None:
 
 
 def _print(result: Result) -> None:
+    if "cases" in result.figures:
+        _print_cases(result, result.figures["cases"])
+        return
     table = Table(title=result.title, title_justify="left", caption=result.conditions, caption_justify="left")
     for column in ("figure", "value", "goal"):
         table.add_column(column, justify="right" if column == "value" else "left")
@@ -44,6 +48,19 @@ def _print(result: Result) -> None:
         by_kind = value if isinstance(value, dict) else {"": value}
         for kind, figure in by_kind.items():
             table.add_row(f"{name} {kind}".strip(), f"{figure:.3f}", result.goals.get(name, ""))
+    Console().print(table)
+
+
+def _print_cases(result: Result, cases: Any) -> None:
+    """A column for each case; a figure that a case doesn't have is left out."""
+    table = Table(title=result.title, title_justify="left", caption=result.conditions, caption_justify="left")
+    table.add_column("figure")
+    for name in cases:
+        table.add_column(name, justify="right")
+    table.add_column("goal")
+    for figure in dict.fromkeys(figure for case in cases.values() for figure in case):
+        values = (f"{case[figure]:,.3f}" if figure in case else "" for case in cases.values())
+        table.add_row(figure, *values, result.goals.get(figure, ""))
     Console().print(table)
 
 
