@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tests.bench.result import Result
 
-NAMES = ("refit", "control", "plan")
+NAMES = ("refit", "control", "transfer", "plan")
 
 
 def main() -> None:
