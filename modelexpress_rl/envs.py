@@ -109,6 +109,11 @@ def transport_cost_file_is_named() -> bool:
     return _text("MX_TRANSPORT_COST_FILE") is not None
 
 
+def explain_dir() -> str | None:
+    """MX_EXPLAIN_DIR: where generators write what each new plan of theirs reads, for `mx-rl explain`."""
+    return _text("MX_EXPLAIN_DIR")
+
+
 def reshard_publish_digest() -> bool:
     """MX_RESHARD_PUBLISH_DIGEST (0): publish a digest of every shard."""
     return _bool("MX_RESHARD_PUBLISH_DIGEST", default=False)

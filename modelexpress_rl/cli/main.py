@@ -34,6 +34,8 @@ SUBCOMMANDS = (
     Subcommand("workers", "modelexpress_rl.cli.workers", "list trainers and generators, and who serves what"),
     Subcommand("top", "modelexpress_rl.cli.top", "a live view of versions, leases and the fleet"),
     Subcommand("doctor", "modelexpress_rl.cli.doctor", "look for what is wrong, and say what to do"),
+    Subcommand("bench", "modelexpress_rl.cli.bench", "measure what reads cost here, for planning"),
+    Subcommand("explain", "modelexpress_rl.cli.explain", "who reads what from whom: a table, or a picture"),
     Subcommand(
         "evict", "modelexpress_rl.cli.evict", "end a version now: no lease is granted or renewed any more"
     ),

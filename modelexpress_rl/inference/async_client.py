@@ -256,7 +256,7 @@ class AsyncModelExpressGeneratorClient:
             self._installation.abandon(f"{type(error).__name__}: {error}")
             record.finish(failed=True)
             raise
-        handle = AsyncStagedWeightHandle(version_id, record, self._release)
+        handle = AsyncStagedWeightHandle(version_id, record, self._release, plan=job.plan)
         self._active, self._jobs[handle] = handle, job
         return handle
 
@@ -300,7 +300,13 @@ class AsyncModelExpressGeneratorClient:
         self._feed(PullVerified(result.last_read_ms, digests_agree=True))
         parts.cache.end_turn()
         count_pull(record, planned, result, anyio.current_time() - begun_s)
-        return InstallJob(planned.loader, planned.staged(pull.arena), record, _identities(lease))
+        return InstallJob(
+            planned.loader,
+            planned.staged(pull.arena),
+            record,
+            _identities(lease),
+            plan=lambda: planned.reads.summary,
+        )
 
     def _pull(self, sources: VersionSources, planned: PlannedVersion, arena: Arena) -> Pull:
         parts = self._parts

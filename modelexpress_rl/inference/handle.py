@@ -10,6 +10,7 @@ from statemachines.ids import VersionId
 
 if TYPE_CHECKING:
     from modelexpress_rl.blocking import Portal
+    from modelexpress_rl.reshard.explain import PlanSummary
 
 
 class AsyncStagedWeightHandle:
@@ -25,7 +26,9 @@ class AsyncStagedWeightHandle:
         on_release: Callable[[AsyncStagedWeightHandle], None],
         *,
         applied: bool = False,
+        plan: Callable[[], PlanSummary] | None = None,
     ) -> None:
+        self._plan = plan
         self._version_id = version_id
         self._record = record
         self._on_release = on_release
@@ -41,6 +44,21 @@ class AsyncStagedWeightHandle:
     def metrics(self) -> Mapping[str, float]:
         """Times and counters of this refit."""
         return self._record.metrics
+
+    @property
+    def plan(self) -> PlanSummary | None:
+        """What was planned to be read from whom; None where nothing was, for it is served already.
+
+        Where a source failed on the way, others were read for what it had.
+        """
+        return None if self._plan is None else self._plan()
+
+    def explain(self) -> str:
+        """The plan in words and as a table."""
+        plan = self.plan
+        return (
+            f"version {self.version_id} is served already: nothing is read" if plan is None else plan.text()
+        )
 
     @property
     def applied(self) -> bool:
@@ -83,6 +101,15 @@ class StagedWeightHandle:
     def metrics(self) -> Mapping[str, float]:
         """Times and counters of this refit."""
         return self.staged.metrics
+
+    @property
+    def plan(self) -> PlanSummary | None:
+        """What was planned to be read from whom; None where the version is served already."""
+        return self.staged.plan
+
+    def explain(self) -> str:
+        """The plan in words and as a table."""
+        return self.staged.explain()
 
     @property
     def applied(self) -> bool:

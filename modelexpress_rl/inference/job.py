@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from modelexpress_rl.inference.adapter import StagedTensor, WeightLoader
+from modelexpress_rl.reshard.explain import PlanSummary
 from modelexpress_rl.timing import RefitRecord
 
 
 class InstallJob:
-    """A staged version that is ready to be written; `publications` are those that it came from."""
+    """A staged version that is ready to be written; `publications` are those that it came from.
+
+    `plan` sums up what was planned to be read for it.
+    """
 
     def __init__(
         self,
@@ -18,7 +22,9 @@ class InstallJob:
         staged: Sequence[StagedTensor],
         record: RefitRecord,
         publications: frozenset[tuple[str, str, str]],
+        plan: Callable[[], PlanSummary],
     ) -> None:
+        self.plan = plan
         self.record = record
         self.publications = publications
         self._loader = loader

@@ -10,6 +10,7 @@ import anyio.to_thread
 import numpy as np
 import xxhash
 
+from modelexpress_rl.inference import explanations
 from modelexpress_rl.inference.adapter import (
     GeneratorEngineAdapter,
     PublishedTensor,
@@ -24,6 +25,7 @@ from modelexpress_rl.reshard.arena_order import in_source_order
 from modelexpress_rl.reshard.cost import DEFAULT_COST, TransportCost
 from modelexpress_rl.reshard.cost_plan import PlanCost
 from modelexpress_rl.reshard.digests import DigestTable, GridRule
+from modelexpress_rl.reshard.explain import PlanSummary
 from modelexpress_rl.reshard.geometry import Bool, Bytes, ShardTable, Source
 from modelexpress_rl.reshard.grid import DigestGrid, digest_grid, grid_of_table
 from modelexpress_rl.reshard.merge import Merged, merge
@@ -121,6 +123,11 @@ class ReadPlan:
     def workers(self) -> frozenset[WorkerId]:
         """Who is read."""
         return frozenset(WorkerId(chunk.source.worker_id) for chunk in self.chunks)
+
+    @property
+    def summary(self) -> PlanSummary:
+        """What is read from whom, for people."""
+        return PlanSummary.of(self.plan, self.cost)
 
     def landed(self, landed: Bool) -> Bool:
         """Which pieces of `wanted` are there, of those of `plan` that are."""
@@ -250,6 +257,7 @@ class Planning:
         prove_plan(plan, needs, merged)
         self.plans_made += 1
         reads = ReadPlan.of(plan, needs, merged, self.cost)
+        explanations.write(reads.summary, self._owner)
         return PlannedVersion(sources.key, merged, loader, needs, reads, distance)
 
     def _loader_for(self, merged: Merged) -> WeightLoader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,42 +129,18 @@ class Plan:
                 local += (step * local_stride[:, axis][piece]).astype(np.uint64)
         return _merged(Runs(remote, local, run_bytes[piece].astype(np.uint64)))
 
+    def joins(self) -> Bool:
+        """Where a piece's first run continues the last run of the piece before it, on both sides."""
+        return _joins(self.pieces)
+
     def explain(self) -> str:
         """Say in words and as a table who is read and how much of what."""
-        head = (
-            f"{self.owner} reads {size_text(self.total_bytes)} for {size_text(self.needed_bytes)} needed "
-            f"({self.amplification:.2f}x), as {self.descriptors:,} runs of {len(self.pieces):,} boxes from "
-            f"{len(self.source_bytes)} sources"
-        )
-        rows = [("slot", "worker", "device", "boxes", "runs", "shortest", "bytes", "share")]
-        joins = _joins(self.pieces)
-        for reads in self.reads:
-            at = reads.piece_rows
-            runs = int(self.pieces.run_count[at].sum()) - int(joins[at].sum())
-            share = reads.total_bytes / self.total_bytes if self.total_bytes else 0.0
-            rows.append(
-                (
-                    _clipped(reads.source.slot_id),
-                    _clipped(reads.source.worker_id),
-                    str(reads.device_id),
-                    f"{reads.last - reads.first:,}",
-                    f"{runs:,}",
-                    size_text(int(self.pieces.run_bytes[at].min())),
-                    size_text(reads.total_bytes),
-                    f"{share:.1%}",
-                )
-            )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        align: list[Callable[[str, int], str]] = [str.ljust, str.ljust, *[str.rjust] * 6]
-        lines = [
-            "  ".join(put(cell, width) for put, cell, width in zip(align, row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([head, *lines])
+        from modelexpress_rl.reshard.explain import PlanSummary  # which knows plans
+
+        return PlanSummary.of(self).text()
 
 
 def _joins(p: PieceTable) -> Bool:
-    """Where a piece's first run continues the last run of the piece before it, on both sides."""
     joins = np.zeros(len(p), np.bool_)
     if len(p) > 1:
         steps = p.count[:-1] - 1
@@ -189,17 +164,3 @@ def _merged(runs: Runs) -> Runs:
         return runs
     first = np.flatnonzero(begins)
     return Runs(runs.remote_addr[first], runs.local_offset[first], np.add.reduceat(runs.size_bytes, first))
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= 28 else f"{text[:16]}...{text[-9:]}"
-
-
-def size_text(size_bytes: int) -> str:
-    """A number of bytes for people."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from modelexpress_rl.errors import DigestMismatch, TransferTimeout
+from modelexpress_rl.inference import explanations
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.reshard import row_staging, row_staging_wire
+from modelexpress_rl.reshard.explain import PlanSummary
 from tests.inference.publisher import Held, create_version
 from tests.inference.world import World, as_bytes, true_soon
 
@@ -156,3 +158,25 @@ async def test_a_stopped_trainer_is_replaced_in_another_arena(
     world.hub.resume("agent-t0")
     await true_soon(lambda: client._parts.pool.quarantined_bytes == 0)
     assert model.bytes() == as_bytes(weights(1))
+
+
+async def test_the_plan_explains_itself_and_is_left_for_pictures(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MX_EXPLAIN_DIR", str(tmp_path))
+    model = Wide()
+    client = await world.generator(model)
+    await published(world, "v1", 1)
+    staged = await client.stage_weight("v1")
+    assert staged.explain().startswith("generator g0 reads 2.0 MiB for 2.0 MiB needed (1.00x)")
+    assert "by whole rows" in staged.explain()
+    assert staged.plan is not None
+    assert PlanSummary.from_json((tmp_path / "generator-g0.json").read_bytes()) == staged.plan
+    await client.apply_weight(staged)
+    again = await client.stage_weight("v1")
+    assert again.plan is None
+    assert again.explain() == "version v1 is served already: nothing is read"
+
+    monkeypatch.setenv("MX_EXPLAIN_DIR", str(tmp_path / "none"))
+    explanations.write(staged.plan, "g")
+    assert "MX_EXPLAIN_DIR: the plan of g can't be written" in caplog.text
