@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.train.engines.fsdp.context import FSDPTrainerContext
 from modelexpress_rl.train.engines.fsdp.pieces import Piece, contiguous, contiguous_count
-from modelexpress_rl.train.engines.fsdp.placement import Block, blocks_of, held_runs
+from modelexpress_rl.train.engines.fsdp.placement import Block, Layout, Part, part_of
 from modelexpress_rl.train.engines.fsdp.trace import Native, pieces_of, trace
-from tests.train.fsdp.support import Part, assemble, differing, numbered, parts_of_boxes, rank_of, sharded
+from tests.train.fsdp import support
+from tests.train.fsdp.support import assemble, differing, numbered, parts_of_boxes, rank_of, sharded
 
 PLACED = {
     "1-D": ((2,), (Shard(0),)),
@@ -52,26 +54,49 @@ def test_what_all_ranks_hold_is_the_tensor(case: str, shape: tuple[int, ...]) ->
     assert differing(assemble(ranks), {"w": full}) == []
 
 
-class TestPlacement:
-    def test_partial_is_refused_by_name(self) -> None:
-        with pytest.raises(UsageError, match=r"tensor 'w': is placed as Partial.*redistribute it"):
-            held_runs("w", (4,), [Partial()], (2,), (0,))
+def test_a_tensor_may_be_cut_in_an_order_of_its_own() -> None:
+    full = numbered(9, 2)
+    ranks = []
+    for rank in range(4):
+        with rank_of(4, rank):
+            mesh = init_device_mesh("cpu", (2, 2))
+            strided = sharded(full, mesh, (_StridedShard(0, split_factor=2), Shard(0)))
+            spec = DTensorSpec(
+                mesh,
+                (Shard(0), Shard(0)),
+                TensorMeta(full.shape, full.stride(), full.dtype),
+                shard_order=(ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),),
+            )
+            tensor = DTensor(strided.to_local(), spec, requires_grad=False)
+            adapter = FSDPTrainerContext(wire_dtype=None, tensors={"w": tensor}).create_adapter()
+            ranks.append(parts_of_boxes(adapter.boxes()))
+    assert differing(assemble(ranks), {"w": full}) == []
 
-    def test_an_unknown_placement_is_refused_by_name(self) -> None:
+
+def at_rank(shape: tuple[int, ...], placement: Any, size: int, rank: int) -> Layout:
+    return Layout(shape, (placement,), (size,), (0,), (rank,))
+
+
+class TestPlacement:
+    def test_partial_is_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"is placed as Partial.*redistribute it"):
+            part_of(at_rank((4,), Partial(), 2, 0))
+
+    def test_an_unknown_placement_is_refused(self) -> None:
         class Odd:
             def is_replicate(self) -> bool:
                 return False
 
             is_partial = is_replicate
 
-        with pytest.raises(UsageError, match=r"tensor 'w': placement .*Odd.* is of an unknown kind"):
-            held_runs("w", (4,), [Odd()], (2,), (0,))
+        with pytest.raises(UsageError, match=r"placement .*Odd.* is of an unknown kind"):
+            part_of(at_rank((4,), Odd(), 2, 0))
 
     def test_runs_that_adjoin_are_one_block(self) -> None:
-        runs = held_runs("w", (6, 3), [_StridedShard(0, split_factor=2)], (1,), (0,))
-        assert blocks_of(runs) == (Block((0, 0), (6, 3), (0, 0)),)
-        runs = held_runs("w", (8,), [_StridedShard(0, split_factor=2)], (2,), (1,))
-        assert blocks_of(runs) == (Block((2,), (2,), (0,)), Block((6,), (2,), (2,)))
+        part = part_of(at_rank((6, 3), _StridedShard(0, split_factor=2), 1, 0))
+        assert part == Part((6, 3), (Block((0, 0), (6, 3), (0, 0)),))
+        part = part_of(at_rank((8,), _StridedShard(0, split_factor=2), 2, 1))
+        assert part == Part((4,), (Block((2,), (2,), (0,)), Block((6,), (2,), (2,))))
 
 
 def random_shapes(rng: random.Random) -> dict[str, tuple[int, ...]]:
@@ -141,7 +166,7 @@ def _compare(seed: int) -> int:
     )
     full = {name: numbered(*shape, start=1000 * at) for at, (name, shape) in enumerate(shapes.items(), 1)}
     wanted = random_conversion(full, seed)
-    parts: list[Part] = []
+    parts: list[support.Part] = []
     refused: set[str] = set()
     for native, offset, local in _cells(full, rng):
         for name, view in published.items():
@@ -161,7 +186,7 @@ def _compare(seed: int) -> int:
             assert len(boxes) == sum(contiguous_count(one) for one in found)
             at = local.untyped_storage().data_ptr()
             parts += [
-                Part(name, "torch.float32", view.sizes, box.offset, box.shape, at + 4 * box.start)
+                support.Part(name, "torch.float32", view.sizes, box.offset, box.shape, at + 4 * box.start)
                 for box in boxes
             ]
     kept = [part for part in parts if part.name not in refused]

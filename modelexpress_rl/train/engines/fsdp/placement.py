@@ -1,13 +1,16 @@
 """Which elements of a DTensor one rank holds, as runs of global indices along each dimension.
 
-A placement per mesh dimension, applied from the first to the last, cuts what is left of a dimension as
-`torch.chunk` does: pieces of the rounded-up size, the last ones shorter or empty.
+A placement per mesh dimension cuts what is left of a dimension as `torch.chunk` does: pieces of the
+rounded-up size, the last ones shorter or empty. They are applied from the first to the last, unless the
+tensor says another order. A split factor (FSDP over tensor parallel) cuts into so many pieces first,
+and takes its part of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -26,31 +29,59 @@ class Block:
     local: tuple[int, ...]
 
 
-def held_runs(
-    name: str,
-    shape: Sequence[int],
-    placements: Iterable[Any],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-) -> tuple[Runs, ...]:
-    """The runs of each dimension that the rank at `coordinate` of the mesh holds.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor is cut over a mesh, and which part one rank holds.
+
+    `order` are the mesh dimensions in the order in which their placements cut; `coordinate` is the
+    rank's place in the mesh, None where it has none.
+    """
+
+    shape: tuple[int, ...]
+    placements: tuple[Any, ...]
+    mesh_shape: tuple[int, ...]
+    order: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds: the shape of its local tensor, and the boxes in it."""
+
+    extents: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+@lru_cache(maxsize=1 << 12)
+def part_of(layout: Layout) -> Part:
+    """What the rank at the layout's coordinate holds.
 
     Raises:
-        UsageError: a placement has no elements of its own (partial), or is of an unknown kind; the
-            message names the tensor.
+        UsageError: a placement has no elements of its own (partial), or is of an unknown kind.
     """
-    runs: list[Runs] = [((0, extent),) if extent else () for extent in shape]
-    for placement, size, at in zip(placements, mesh_shape, coordinate, strict=True):
+    if layout.coordinate is None:
+        return Part((), ())
+    runs = held_runs(layout)
+    return Part(tuple(_length(one) for one in runs), blocks_of(runs))
+
+
+def held_runs(layout: Layout) -> tuple[Runs, ...]:
+    """The runs of each dimension that the rank holds, which has a coordinate; raises as `part_of`."""
+    assert layout.coordinate is not None
+    runs: list[Runs] = [((0, extent),) if extent else () for extent in layout.shape]
+    for mesh_dim in layout.order:
+        placement = layout.placements[mesh_dim]
         if placement.is_replicate():
             continue
         if placement.is_partial():
             raise UsageError(
-                f"tensor {name!r}: is placed as {placement!r}, each rank holds a summand and none the "
-                "values; redistribute it to Shard or Replicate before it is published"
+                f"is placed as {placement!r}, each rank holds a summand and none the values; redistribute it "
+                "to Shard or Replicate before it is published"
             )
         dim = getattr(placement, "dim", None)
         if not isinstance(dim, int) or not -len(runs) <= dim < len(runs):
-            raise UsageError(f"tensor {name!r}: placement {placement!r} is of an unknown kind")
+            raise UsageError(f"placement {placement!r} is of an unknown kind")
+        size, at = layout.mesh_shape[mesh_dim], layout.coordinate[mesh_dim]
         pieces = int(getattr(placement, "split_factor", 1))
         runs[dim] = _joined(_chunk(piece, size, at) for piece in _chunks(runs[dim], pieces))
     return tuple(runs)
@@ -73,11 +104,6 @@ def blocks_of(runs: Sequence[Runs]) -> tuple[Block, ...]:
         )
         for chosen in product(*placed)
     )
-
-
-def extents_of(runs: Iterable[Runs]) -> tuple[int, ...]:
-    """The local shape that these runs make."""
-    return tuple(_length(one) for one in runs)
 
 
 def _length(runs: Runs) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from modelexpress_rl.errors import StateError, UsageError
 from modelexpress_rl.train.engines.fsdp.pieces import Piece, row_major
-from modelexpress_rl.train.engines.fsdp.placement import Block, blocks_of, extents_of, held_runs
+from modelexpress_rl.train.engines.fsdp.placement import Block, Layout, part_of
 from modelexpress_rl.train.engines.memory_of import require_plain_memory
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -127,52 +128,62 @@ def _held(name: str, tensor: Any) -> HeldTensor:
         raise UsageError(
             f"tensor {name!r}: is a {type(tensor).__name__}; expected a DTensor, as fully_shard makes them"
         )
-    shape = tuple(int(extent) for extent in tensor.shape)
+    shape = tuple(tensor.shape)
     local = tensor.to_local() if is_distributed else tensor.detach()
     if local.layout != torch.strided:
         raise UsageError(f"tensor {name!r}: has layout {local.layout}; expected a dense (strided) tensor")
-    blocks = (
-        _blocks(name, shape, tensor, local)
-        if is_distributed
-        else (Block((0,) * len(shape), shape, (0,) * len(shape)),)
-    )
-    _require_memory(name, local)
+    extents = tuple(local.shape)
+    blocks = _blocks(name, shape, tensor, extents) if is_distributed else _whole(shape)
     mark = Fingerprint(
-        name,
-        tensor.dtype,
-        shape,
-        blocks,
-        local.data_ptr(),
-        tuple(local.shape),
-        tuple(local.stride()),
-        local.device,
+        name, local.dtype, shape, blocks, local.data_ptr(), extents, local.stride(), local.device
     )
+    _require_memory(mark, local)
     return HeldTensor(mark, local)
 
 
-def _blocks(name: str, shape: tuple[int, ...], tensor: Any, local: torch.Tensor) -> tuple[Block, ...]:
-    mesh = tensor.device_mesh
+@lru_cache(maxsize=1 << 12)
+def _whole(shape: tuple[int, ...]) -> tuple[Block, ...]:
+    origin = (0,) * len(shape)
+    return (Block(origin, shape, origin),)
+
+
+def _blocks(name: str, shape: tuple[int, ...], tensor: Any, extents: tuple[int, ...]) -> tuple[Block, ...]:
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the tensor's mesh
-        return ()
-    runs = held_runs(name, shape, tensor.placements, tuple(mesh.shape), coordinate)
-    expected = extents_of(runs)
-    if expected != tuple(local.shape):
+    layout = Layout(
+        shape,
+        placements,
+        tuple(mesh.shape),
+        _order(tensor, len(placements)),
+        None if coordinate is None else tuple(coordinate),
+    )
+    try:
+        part = part_of(layout)
+    except UsageError as error:
+        raise UsageError(f"tensor {name!r}: {error}") from error
+    if coordinate is not None and part.extents != extents:
         raise UsageError(
-            f"tensor {name!r}: {tuple(tensor.placements)} of {shape} on a mesh of {tuple(mesh.shape)} leaves "
-            f"{expected} to the rank at {tuple(coordinate)}, which holds {tuple(local.shape)}"
+            f"tensor {name!r}: {placements} of {shape} on a mesh of {layout.mesh_shape} leaves "
+            f"{part.extents} to the rank at {layout.coordinate}, which holds {extents}"
         )
-    return blocks_of(runs)
+    return part.blocks
 
 
-def _require_memory(name: str, local: torch.Tensor) -> None:
-    if local.numel() and local.device.type != "meta":
-        last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
-        needed = (local.storage_offset() + last + 1) * local.element_size()
+def _order(tensor: Any, dims: int) -> tuple[int, ...]:
+    """The order in which mesh dimensions cut: newer torch lets a tensor have one of its own."""
+    told = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
+    first = [int(dim) for entry in told for dim in entry.mesh_dims]
+    return (*first, *(dim for dim in range(dims) if dim not in first))
+
+
+def _require_memory(mark: Fingerprint, local: torch.Tensor) -> None:
+    if all(mark.extents) and mark.device.type != "meta":
+        reach = sum((n - 1) * stride for n, stride in zip(mark.extents, mark.strides, strict=True))
+        needed = (local.storage_offset() + reach + 1) * local.element_size()
         size_bytes = local.untyped_storage().nbytes()
         if size_bytes < needed:
             raise StateError(
-                f"tensor {name!r}: its memory was freed or shrunk: its storage has {size_bytes} bytes, it "
-                f"needs {needed}; bind the model, or a function, instead of a state dict that was made before"
+                f"tensor {mark.name!r}: its memory was freed or shrunk: its storage has {size_bytes} "
+                f"bytes, it needs {needed}; bind the model, or a function, not a state dict that was made before"
             )
-    require_plain_memory(name, local)
+    require_plain_memory(mark.name, local)
