@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -65,7 +65,7 @@ def brief(message: Message) -> str:
             continue
         if isinstance(value, Message):
             parts.append(f"{name}({brief(value)})")
-        elif descriptor.is_repeated:
+        elif isinstance(value, Sequence) and not isinstance(value, str):  # protobuf 5 can't say "repeated"
             shown = [brief(one) if isinstance(one, Message) else str(one) for one in list(value)[:4]]
             parts.append(f"{name}=[{', '.join(shown)}]")
         elif descriptor.enum_type is not None:

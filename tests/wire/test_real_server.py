@@ -129,6 +129,9 @@ async def test_a_killed_and_restarted_server_is_followed(tmp_path: Path) -> None
             monitor.subscribe(events.append, model_name="m")
             watch = client.watch("v")
             assert (await anext(watch)).state is VersionState.STAGING
+            with anyio.fail_after(20):
+                while not events:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
             first.kill()
             first.wait(10)
             with serving(store, port):
