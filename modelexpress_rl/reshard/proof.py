@@ -13,7 +13,7 @@ from modelexpress_rl.reshard.boxes import (
     overlapping_targets,
     subtract,
 )
-from modelexpress_rl.reshard.geometry import Bool, Int, volumes, widened
+from modelexpress_rl.reshard.geometry import Bool, Int, unpadded, volumes, widened
 from modelexpress_rl.reshard.merge import Merged
 from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import Plan
@@ -31,9 +31,9 @@ def prove_needs(needs: NeedTable, merged: Merged, rows: Int) -> Int:
     number_of = np.array([index.get(name, -1) for name in needs.names], np.int64)
     number = number_of[needs.tensor[rows]]
     if (unknown := number < 0).any():
-        name = needs.name(int(rows[np.argmax(unknown)]))
         raise IncompleteVersionError(
-            f"tensor {name!r}: {needs.owner} needs it, but none of the {len(merged.sources)} sources has it"
+            f"{_wanted(needs, int(rows[np.argmax(unknown)]))}, but none of the {len(merged.sources)} sources "
+            f"has the tensor"
         )
     same_dtype = np.array(
         [
@@ -45,8 +45,8 @@ def prove_needs(needs: NeedTable, merged: Merged, rows: Int) -> Int:
     if (differs := ~same_dtype[needs.tensor[rows]]).any():
         need, tensor = int(rows[np.argmax(differs)]), int(number[np.argmax(differs)])
         raise GeometryError(
-            f"tensor {needs.name(need)!r}: {needs.owner} needs {needs.dtypes[needs.tensor[need]]}, "
-            f"{merged.publishers(tensor)} publish {tensors.dtypes[tensor]}"
+            f"{_wanted(needs, need)} as {needs.dtypes[needs.tensor[need]]}, {merged.publishers(tensor)} "
+            f"publish {tensors.dtypes[tensor]}"
         )
     width = max(needs.width, tensors.width)
     offset, shape = widened(needs.offset[rows], width, 0), widened(needs.shape[rows], width, 1)
@@ -59,11 +59,16 @@ def prove_needs(needs: NeedTable, merged: Merged, rows: Int) -> Int:
     at = int(np.argmax(wrong))
     need, tensor = int(rows[at]), int(number[at])
     reason = "does not have the rank of" if wrong_rank[at] else "lies outside"
-    need_offset, need_shape = needs.box(need)
     raise GeometryError(
-        f"tensor {needs.name(need)!r}: {needs.owner} needs offset {need_offset} shape {need_shape}, which "
-        f"{reason} the global shape {tensors.shape(tensor)} of {merged.publishers(tensor)}"
+        f"{_wanted(needs, need)}, which {reason} the global shape {tensors.shape(tensor)} of "
+        f"{merged.publishers(tensor)}"
     )
+
+
+def _wanted(needs: NeedTable, need: int) -> str:
+    """Which tensor, who, and what of it: how every refusal of a need begins."""
+    offset, shape = needs.box(need)
+    return f"tensor {needs.name(need)!r}: {needs.owner} needs offset {offset} shape {shape}"
 
 
 def prove_cover(
@@ -82,10 +87,9 @@ def prove_cover(
     need = int(target_need[target])
     name, rank = needs.name(need), int(needs.rank[need])
     gap_lo, gap_hi = first_gap(pieces, target, target_lo[target], target_hi[target])
-    offset, shape = needs.box(need)
     tensor = merged.tensors.index[name]
     raise IncompleteVersionError(
-        f"tensor {name!r}: {needs.owner} needs offset {offset} shape {shape}; nobody who may be read holds "
+        f"{_wanted(needs, need)}; nobody who may be read holds "
         f"offset {gap_lo[len(gap_lo) - rank :]} shape "
         f"{tuple(b - a for a, b in zip(gap_lo, gap_hi, strict=True))[len(gap_lo) - rank :]} of it "
         f"({int(missing[target])} of {int(wanted[target])} elements missing, "
@@ -126,12 +130,16 @@ def prove_plan(plan: Plan, needs: NeedTable, merged: Merged) -> None:
         & (piece_hi <= np.minimum(hi[table.need], shard_lo + merged.shards.shape[table.row]))
     ).all(axis=1)
     if not inside.all():
-        need = int(table.need[np.argmin(inside)])
+        piece = int(np.argmin(inside))
+        need = int(table.need[piece])
+        rank = int(needs.rank[need])
+        offset, shape = unpadded(table.offset[piece], rank), unpadded(table.shape[piece], rank)
         raise GeometryError(
-            f"tensor {needs.name(need)!r}: a piece of the plan lies outside its need or shard"
+            f"{_wanted(needs, need)}; the plan reads offset {offset} shape {shape}, which lies outside that, "
+            f"or outside its shard"
         )
     pieces = Pieces(table.need, table.row, table.offset, piece_hi)
     if (twice := overlapping_targets(pieces, len(needs))).any():
         need = int(np.argmax(twice))
-        raise GeometryError(f"tensor {needs.name(need)!r}: the plan of {needs.owner} reads an element twice")
+        raise GeometryError(f"{_wanted(needs, need)}; the plan reads an element of it twice")
     prove_cover(pieces, lo, hi, np.arange(len(needs)), needs, merged)
