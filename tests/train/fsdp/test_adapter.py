@@ -200,6 +200,15 @@ class TestWireDtypes:
         }
         assert differing(assemble([parts_of_manifest(data)]), expected) == []
 
+    async def test_a_tied_tensor_is_cast_once(self, stager: Stager) -> None:
+        tensor = numbered(4, 3)
+        context = FSDPTrainerContext(tensors={"embed": tensor, "head": tensor, "other": numbered(2)})
+        data = await staged(context.create_adapter(), stager)
+        expected = {"embed": tensor, "head": tensor, "other": numbered(2)}
+        wanted = {name: one.bfloat16() for name, one in expected.items()}
+        assert differing(assemble([parts_of_manifest(data)]), wanted) == []
+        assert [key.native for key in context.kept.spare[0].keys] == ["embed", "other"]
+
     async def test_a_conversions_cast_wins_over_the_default(self, stager: Stager) -> None:
         context = FSDPTrainerContext(
             convert_native_to_hf=lambda t: {"up": t["w"].float(), "w": t["w"]},
@@ -310,10 +319,10 @@ class TestMemory:
         second = adapter._take_buffers(adapter._now().cast_keys)
         assert first is not second
         data = await staged(adapter, stager)
-        kept = context.kept.spare
+        [kept] = context.kept.spare
         data.buffer_owner.release()
         await staged(adapter, stager, version="v2")
-        assert context.kept.spare is kept is not None
+        assert list(context.kept.spare) == [kept]
 
 
 class TestNothing:

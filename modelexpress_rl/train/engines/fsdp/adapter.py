@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -129,7 +130,7 @@ class FSDPAdapter(BoxAdapter):
         casts = tuple(_in_buffer(cast, buffers) for cast in capture.casts)
         data = await staging.stage((*capture.boxes, *casts))
         if data.publish_ready is None:  # else the copy may go on, and the boxes keep the buffers
-            self._context.kept.spare = buffers
+            self._context.kept.spare.append(buffers)
         return data
 
     def content(self) -> object:
@@ -155,10 +156,11 @@ class FSDPAdapter(BoxAdapter):
     def _found(self, held: Mapping[str, HeldTensor]) -> tuple[tuple[SourceBox, ...], tuple[CastBox, ...]]:
         published = self._published(held)
         self._wire.check([*held, *published])
+        first = _first_names(held)
         boxes: list[SourceBox] = []
         casts: list[CastBox] = []
         for name, view in published.items():
-            for one in _boxes_of(name, view, held, self._wire):
+            for one in _boxes_of(name, view, held, self._wire, first):
                 if isinstance(one, SourceBox):
                     boxes.append(one)
                 else:
@@ -177,8 +179,11 @@ class FSDPAdapter(BoxAdapter):
         return kept.traced[1]
 
     def _take_buffers(self, keys: Sequence[CastKey]) -> CastBuffers:
-        spare, self._context.kept.spare = self._context.kept.spare, None
-        return spare if spare is not None and spare.keys == tuple(keys) else CastBuffers(keys)
+        with contextlib.suppress(IndexError):
+            spare = self._context.kept.spare.pop()
+            if spare.keys == tuple(keys):
+                return spare
+        return CastBuffers(keys)
 
 
 def _global_rank() -> int:
@@ -187,8 +192,14 @@ def _global_rank() -> int:
     return envs.rank() or 0
 
 
+def _first_names(held: Mapping[str, HeldTensor]) -> dict[str, str]:
+    """For each name the first one of the same memory: what is tied is cast once."""
+    first: dict[Fingerprint, str] = {}
+    return {name: first.setdefault(replace(one.mark, name=""), name) for name, one in held.items()}
+
+
 def _boxes_of(
-    name: str, view: View, held: Mapping[str, HeldTensor], wires: WireDtypes
+    name: str, view: View, held: Mapping[str, HeldTensor], wires: WireDtypes, first: Mapping[str, str]
 ) -> Iterator[SourceBox | CastBox]:
     natives = natives_of(view)
     wire = wires.wire(name, {native: one.dtype for native, one in natives.items()}, view.dtype)
@@ -208,7 +219,7 @@ def _boxes_of(
         )
     for piece in found:
         for box in contiguous(piece):
-            yield _box(name, view, wire, box, held[box.native])
+            yield _box(name, view, wire, box, held[first[box.native]])
 
 
 def _box(name: str, view: View, wire: torch.dtype, piece: Piece, held: HeldTensor) -> SourceBox | CastBox:

@@ -120,7 +120,9 @@ class CastBuffers:
         return self._views[key]
 
     def fill(self, held: Mapping[str, HeldTensor]) -> None:
-        """Cast every tensor as it is now. Run it in a thread."""
+        """Cast every tensor as it is now, and return when that has ended. Run it in a thread."""
         with torch.no_grad():
             for key, view in self._views.items():
                 view.copy_(held[key.native].local)
+        for device in {key.device for key in self.keys if key.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()

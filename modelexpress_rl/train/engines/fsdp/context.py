@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ class Kept:
 
     def __init__(self) -> None:
         self.traced: tuple[Signature, Published] | None = None
-        self.spare: CastBuffers | None = None
+        # A deque, whose pop is one step: clients in several threads may share a context.
+        self.spare: deque[CastBuffers] = deque(maxlen=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
