@@ -79,9 +79,14 @@ def needs_of(
     return found
 
 
-def installed(module: torch.nn.Module, tensors: Tensors, **options: Any) -> list[Need]:
-    """Refit by capture; the module then holds, in place, what its `load_weights` makes of whole tensors."""
-    reference = copy.deepcopy(module)
+def installed(
+    module: torch.nn.Module, tensors: Tensors, *, reference: torch.nn.Module | None = None, **options: Any
+) -> list[Need]:
+    """Refit by capture; the module then holds, in place, what `load_weights` makes of whole tensors.
+
+    `reference` is another such module, where a deep copy would not be one.
+    """
+    reference = reference or copy.deepcopy(module)
     with torch.no_grad():
         reference.load_weights(weights(tensors))
     before = state(module)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from modelexpress_rl.inference.engines.torch.capture.contents import Constant, Known, Published, Resolved
+from modelexpress_rl.inference.engines.torch.capture.errors import refused
 from modelexpress_rl.inference.engines.torch.capture.filling import unfilled
 from modelexpress_rl.inference.engines.torch.capture.reading import (
     Box,
@@ -16,7 +17,13 @@ from modelexpress_rl.inference.engines.torch.capture.reading import (
     located,
     worth_a_read,
 )
-from modelexpress_rl.inference.engines.torch.capture.strided import Aligned, Axes, Transfer, aligned
+from modelexpress_rl.inference.engines.torch.capture.strided import (
+    Aligned,
+    Axes,
+    Fragmented,
+    Transfer,
+    aligned,
+)
 from modelexpress_rl.reshard.needs import Need
 
 
@@ -75,7 +82,7 @@ def assembled(landings: Sequence[Landing], dtypes: dict[str, str]) -> Captured:
     """Choose the boxes that are read, and find every copy's elements in them.
 
     Raises:
-        Fragmented: a view falls into too many pieces.
+        CaptureRefused: a view falls into too many pieces.
     """
     pieces: list[list[Aligned]] = []
     by_name: dict[str, list[Aligned]] = {}
@@ -83,7 +90,7 @@ def assembled(landings: Sequence[Landing], dtypes: dict[str, str]) -> Captured:
     for landing in landings:
         content, own = landing.resolved.content, list[Aligned]()
         if isinstance(content, Published):
-            own = aligned(landing.resolved.transfer, Axes.row_major(content.shape))
+            own = _aligned(landing, content)
             by_name.setdefault(content.name, []).extend(own)
             itemsize[content.name] = content.dtype.itemsize
         pieces.append(own)
@@ -110,6 +117,13 @@ def assembled(landings: Sequence[Landing], dtypes: dict[str, str]) -> Captured:
         copies=tuple(copies),
         widened=tuple(_widened(key, used[key]) for key in keys if _is_widened(key[1], used[key])),
     )
+
+
+def _aligned(landing: Landing, content: Published) -> list[Aligned]:
+    try:
+        return aligned(landing.resolved.transfer, Axes.row_major(content.shape))
+    except Fragmented as error:
+        raise refused(f"tensor {content.name!r} into {landing.target.name!r}: {error}") from error
 
 
 def _of_value(landing: Landing) -> CapturedCopy:

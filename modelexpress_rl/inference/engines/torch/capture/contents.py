@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modelexpress_rl.inference.engines.torch.capture.strided import (
+    MAX_PIECES,
     Aligned,
     Axes,
     Fragmented,
@@ -128,44 +129,49 @@ def resolved(content: Content, transfer: Transfer, dtype: torch.dtype) -> list[R
 def _through_parts(pieces: list[Aligned], parts: Sequence[Part]) -> Iterator[tuple[Part, Transfer]]:
     """What of the pieces comes from which part, the last part first, as copies out of the part's source."""
     for part in reversed(parts):
-        left = []
+        inside, left = list[Aligned](), list[Aligned]()
         for piece in pieces:
-            inside, outside = _parted(piece, part)
-            left += outside
-            if inside is not None:
-                moved = sum(
-                    (begin - low) * stride
-                    for begin, low, stride in zip(inside.begin, part.offset, part.strides, strict=True)
-                )
-                yield part, inside.moved_to(part.begin + moved, part.strides)
+            _sort(piece, part, inside, left)
+        for piece in inside:
+            moved = sum(
+                (begin - low) * stride
+                for begin, low, stride in zip(piece.begin, part.offset, part.strides, strict=True)
+            )
+            yield part, piece.moved_to(part.begin + moved, part.strides)
         pieces = left
     assert not pieces, "the parts of a copy cover it"
 
 
-def _parted(piece: Aligned, part: Part) -> tuple[Aligned | None, list[Aligned]]:
-    """What of `piece` lies in the box of `part`, and what does not."""
-    outside: list[Aligned] = []
+def _sort(piece: Aligned, part: Part, inside: list[Aligned], outside: list[Aligned]) -> None:
+    """Put what of `piece` lies in the box of `part` into `inside`, and what does not into `outside`."""
     for axis, (low, extent) in enumerate(zip(part.offset, part.shape, strict=True)):
         high = low + extent
         begin, end = piece.begin[axis], piece.end(axis)
         if begin >= low and end <= high:
             continue
         if begin >= high or end <= low:
-            return None, [*outside, piece]
+            outside.append(piece)
+            return
         own = piece.along(axis)
-        if len(own) > 1:
-            raise Fragmented("a view regroups an axis along which tensors were joined")
-        at, step, size = own[0], piece.step[own[0]], piece.transfer.dims[own[0]].size
+        at = own[-1]
+        step, size = piece.step[at], piece.transfer.dims[at].size
+        if len(own) > 1:  # regrouped: each step of the outermost dimension by itself
+            if len(inside) + len(outside) + size > MAX_PIECES:
+                raise Fragmented(f"a view falls into more than {MAX_PIECES} boxes")
+            for k in range(size):
+                _sort(piece.cut(at, k, k + 1), part, inside, outside)
+            return
         first = max(-((begin - low) // step), 0)
         last = min((high - 1 - begin) // step + 1, size)
         if first >= last:
-            return None, [*outside, piece]
+            outside.append(piece)
+            return
         if first > 0:
             outside.append(piece.cut(at, 0, first))
         if last < size:
             outside.append(piece.cut(at, last, size))
         piece = piece.cut(at, first, last)
-    return piece, outside
+    inside.append(piece)
 
 
 def overlaid(under: Copied, transfer: Transfer, content: Content, dtype: torch.dtype) -> Copied:

@@ -171,12 +171,12 @@ class DispatchMode(TorchDispatchMode):
     ) -> Any:
         """An operation that writes: copies into the module are recorded, others refused."""
         recorder = self._recorder
-        targets = _tensors([kwargs.get(w) if isinstance(w, str) else _at(args, w) for w in kind.written])
         if func is aten._foreach_copy_.default:
             for target, source in zip(args[0], args[1], strict=True):
-                aten.copy_.default(target, source)
+                copy = aten.copy_.default
+                self._write(copy, _kind(copy), (target, source), {}, held)
             return None
-        found = list(targets)
+        found = list(_tensors([kwargs.get(w) if isinstance(w, str) else _at(args, w) for w in kind.written]))
         for target in found:
             if recorder.content(target) is None and not recorder.is_made(target):
                 raise recorder.refuse(f"{kind.name} writes to a tensor that is not of the module")

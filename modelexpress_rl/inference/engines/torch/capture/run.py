@@ -17,7 +17,6 @@ from modelexpress_rl.inference.engines.torch.capture.errors import refused
 from modelexpress_rl.inference.engines.torch.capture.landing import landings, require_filled
 from modelexpress_rl.inference.engines.torch.capture.modes import DispatchMode, FunctionMode
 from modelexpress_rl.inference.engines.torch.capture.recorder import Recorder, key_of
-from modelexpress_rl.inference.engines.torch.capture.strided import Fragmented
 from modelexpress_rl.inference.engines.torch.capture.twin import twin
 from modelexpress_rl.inference.engines.torch.dtypes import torch_dtype
 
@@ -55,10 +54,7 @@ def capture(
         raise StateError(f"load_weights of {type(module).__name__} changed the live module in a capture")
     found = landings(module, recorder.writes)
     require_filled(module, found, loaded, frozenset(frozen), published)
-    try:
-        captured = assembled(found, {name: tensor.dtype for name, tensor in published.items()})
-    except Fragmented as error:
-        raise refused(str(error)) from error
+    captured = assembled(found, {name: tensor.dtype for name, tensor in published.items()})
     _report(module, captured, time.perf_counter() - began)
     return captured
 
@@ -89,9 +85,9 @@ class _Stands:
 
 
 def _is_usual(tensor: torch.Tensor) -> bool:
-    if torch.nn.parameter.is_lazy(tensor) or key_of(tensor) is None:
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not torch.nn.parameter.is_lazy(tensor) and key_of(tensor) is not None
 
 
 def _load(
