@@ -30,8 +30,9 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(hidden)).split(HEADS, -1)
         hidden = hidden + self.out(q * torch.cat([k, v], -1))
         gate, up = self.gate_up.unbind()
-        self.calls += 1
-        self.mask ^= True
+        if self.training:
+            self.calls += 1
+            self.mask ^= True
         return hidden + functional.silu(hidden @ gate) * (hidden @ up)
 
 
@@ -82,6 +83,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> floa
     loss = model(tokens).square().mean()
     loss.backward()
     optimizer.step()
+    with torch.no_grad():  # an evaluation, after which FSDP2 leaves the root's parameters gathered
+        model.eval()(tokens)
+        model.train()
     return float(loss.detach())
 
 

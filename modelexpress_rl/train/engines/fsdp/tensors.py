@@ -184,6 +184,6 @@ def _require_memory(mark: Fingerprint, local: torch.Tensor) -> None:
         if size_bytes < needed:
             raise StateError(
                 f"tensor {mark.name!r}: its memory was freed or shrunk: its storage has {size_bytes} "
-                f"bytes, it needs {needed}; bind the model or a function, not a state dict"
+                f"bytes, it needs {needed}; bind the model or a function instead"
             )
     require_plain_memory(mark.name, local)
