@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_ARGS ?=
 
-.PHONY: demo test simulation install check proto machines format clean
+.PHONY: demo test nightly simulation install check proto machines format clean
 
 demo: install  ## a Megatron trainer refits generators, step after step, and proves the bytes
 	$(BIN)/mx-rl demo
@@ -14,6 +14,9 @@ test: demo check  ## the demo, the checks, then every test; a part that can't be
 	$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS) tests/statemachines
 	$(BIN)/python -m coverage report
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --ignore tests/statemachines
+
+nightly: install  ## 10,000 examples of every random geometry and of every fuzz of manifests
+	MX_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 0 $(PYTEST_ARGS) tests/reshard tests/inference/capture
 
 simulation: install  ## the real drivers on a virtual clock and a faulty network; MX_SIM_SEEDS says how many seeds
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/simulation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,8 +16,7 @@ from modelexpress_rl.reshard.merge import Merged, SourceManifest, merge
 from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.plan import Plan
 
-# More on request; no deadline, because a busy machine is no failure.
-many = settings(max_examples=int(os.environ.get("MX_TEST_EXAMPLES", "100")), deadline=None)
+many = settings(settings.get_profile("geometry"))  # see tests/conftest.py
 
 ELSIZE = {"torch.uint8": 1, "torch.bfloat16": 2, "torch.float32": 4, "torch.float64": 8}
 Axis = list[int]  # the cuts of one axis: 0, ..., extent

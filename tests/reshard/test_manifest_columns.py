@@ -305,15 +305,12 @@ def test_a_wrong_field_of_two_tensors_is_named(apply: Callable[[Written], None],
 
 def test_few_bytes_can_not_claim_much_memory() -> None:
     """As many shards as are allowed, in columns that take no bytes, and names that version 1 repeats."""
-    shards = columns.MAX_CELLS // 4
+    shards = columns.MAX_CELLS // 16
     written = Written()
-    written.counts |= {"shards": shards, "width": 4}
+    written.counts |= {"shards": shards, "width": 16}
     written.texts = b"a" * 1024 + b"\n\ntorch.float32\nt"
-    written.kinds = [[0], [4], [1], [1], [1], [1]]
-    written.boxes = [[0], *[[0]] * 4, *[[1]] * 4]
-    written.shards, written.box, written.device, written.jumps = [shards], [0] * shards, [0] * shards, []
-    flat = np.array([0, 4, 1, 1, 1, 1], np.int64), np.array([0] * 5 + [1] * 4, np.int64)
-    body = b"".join(map(packed, flat)) + packed(np.array([0])) + packed(np.array([shards]))
+    kinds, boxes = [0, 16, *[1] * 16], [*[0] * 17, *[1] * 16]
+    body = b"".join(packed(np.array(values)) for values in (kinds, boxes, [0], [shards]))
     body += 3 * packed(np.array([0]))
     counts = struct.pack("<IIIIIBBBxQII", *{**written.counts, "text_bytes": len(written.texts)}.values())
     data = framed(counts + written.texts + body)
