@@ -292,7 +292,7 @@ class SourceFetcher:
         )
         manifest = await _decoded(
             lambda: _checked_manifest(answer.manifest, answer.manifest_digest, publication),
-            len(answer.manifest),
+            manifest_columns.body_bytes(answer.manifest),
         )
         # Another process of the same content has another agent, and so another manifest.
         self._manifests.put(publication.manifest_digest, (manifest, endpoint.topology))

@@ -136,7 +136,10 @@ def _texts_of_kinds(facts: Facts) -> list[str]:
 
 def _texts_of_agent(agent_name: str, device_id: Int, begins: Bool) -> NDArray[np.object_]:
     """What goes before each shard's address."""
-    devices, number = np.unique(device_id, return_inverse=True)
+    if (device_id == device_id[:1]).all():  # as it mostly is
+        devices, number = device_id[:1], np.zeros(len(device_id), np.int64)
+    else:
+        devices, number = np.unique(device_id, return_inverse=True)
     texts = [
         f'{comma}{{"agent_name": {_quoted(agent_name)}, "device_id": {device}, "addr": '
         for device in devices.tolist()

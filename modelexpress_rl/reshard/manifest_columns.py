@@ -94,6 +94,13 @@ def is_columnar(data: bytes) -> bool:
     return data.startswith(MAGIC)
 
 
+def body_bytes(data: bytes) -> int:
+    """How much there is to read in a manifest of either encoding: columns say what they decompress to."""
+    if is_columnar(data) and len(data) >= _PREFIX.size:
+        return int(_PREFIX.unpack_from(data)[1])
+    return len(data)
+
+
 def encode(manifest: Manifest, *, facts: Facts | None = None) -> bytes:
     """Write a manifest in columns, tensors in table order and shards in row order within them.
 

@@ -54,6 +54,8 @@ def test_it_says_what_version_1_says(manifest: Manifest) -> None:
 def test_the_golden_manifest_survives_byte_for_byte() -> None:
     data = columns.encode(version_1.decode(GOLDEN))
     assert len(data) < len(GOLDEN) / 2
+    assert columns.body_bytes(data) == len(body_of(data)) > len(data)
+    assert columns.body_bytes(GOLDEN) == len(GOLDEN)
     assert version_1.encode(columns.decode(data)[0]) == GOLDEN
     # What was written once stays readable; a compressor may write other bytes one day.
     assert version_1.encode(columns.decode((DATA / "manifest_columns_1.bin").read_bytes())[0]) == GOLDEN
