@@ -7,17 +7,10 @@ import signal
 from collections.abc import AsyncIterator, Generator
 
 import pytest
-from hypothesis import settings
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would all their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Random geometries and hostile bytes: 300 examples of each, and 10,000 by night (`make nightly`). No deadline
-# for one of them, because a busy machine is no failure.
-settings.register_profile(
-    "geometry", max_examples=int(os.environ.get("MX_TEST_EXAMPLES", "300")), deadline=None
-)
 
 NO_SKIP = os.environ.get("MX_TEST_NO_SKIP", "") not in ("", "0")
 

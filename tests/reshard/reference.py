@@ -6,7 +6,6 @@ import ctypes
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -15,8 +14,6 @@ from modelexpress_rl.reshard.manifest import Manifest
 from modelexpress_rl.reshard.merge import Merged, SourceManifest, merge
 from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.plan import Plan
-
-many = settings(settings.get_profile("geometry"))  # see tests/conftest.py
 
 ELSIZE = {"torch.uint8": 1, "torch.bfloat16": 2, "torch.float32": 4, "torch.float64": 8}
 Axis = list[int]  # the cuts of one axis: 0, ..., extent

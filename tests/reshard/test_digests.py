@@ -31,8 +31,8 @@ from modelexpress_rl.reshard.hashing import (
 )
 from modelexpress_rl.reshard.memory import as_bytes, bytes_at
 from modelexpress_rl.reshard.replicas import refuse_disagreeing_replicas
+from tests.examples import many
 from tests.reshard.digested import FINE, digest_tables, memory_of, one_tensor
-from tests.reshard.reference import many
 
 SHA = "ab" * 32
 

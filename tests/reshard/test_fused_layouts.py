@@ -16,7 +16,8 @@ from modelexpress_rl.reshard.needs import Need, NeedTable  # noqa: E402
 from modelexpress_rl.reshard.planner import plan  # noqa: E402
 from modelexpress_rl.reshard.proof import prove_plan  # noqa: E402
 from modelexpress_rl.train.engines.megatron import HfTensor, MegatronTensorSpec, build_hf_aliases  # noqa: E402
-from tests.reshard.reference import many, pull  # noqa: E402
+from tests.examples import many  # noqa: E402
+from tests.reshard.reference import pull  # noqa: E402
 from tests.train.megatron.support import numbered  # noqa: E402
 
 DTYPE = "torch.float32"

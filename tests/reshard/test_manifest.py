@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from modelexpress_rl.errors import ManifestError
 from modelexpress_rl.reshard.geometry import Shard, ShardTable
 from modelexpress_rl.reshard.manifest import Manifest, decode, digest, encode
+from tests.examples import many
 from tests.reshard.documents import shard_lists
-from tests.reshard.reference import many
 
 GOLDEN = (Path(__file__).parent.parent / "data" / "manifest_v1.json").read_bytes()
 GOLDEN_SHA256 = "015ed9b82495b04f044355782e2cd1ac54f6189d0bd0d30de5edf4d8b1059bf4"

@@ -21,9 +21,9 @@ from modelexpress_rl.reshard import manifest_columns as columns
 from modelexpress_rl.reshard.columns import Reader, distinct_rows, packed, packed_bits
 from modelexpress_rl.reshard.geometry import Shard, ShardTable
 from modelexpress_rl.reshard.manifest import Manifest
+from tests.examples import many
 from tests.reshard import model_geometry
 from tests.reshard.documents import damaged, manifests
-from tests.reshard.reference import many
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN = (DATA / "manifest_v1.json").read_bytes()

@@ -25,7 +25,8 @@ from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.plan import Plan
 from modelexpress_rl.reshard.planner import plan
 from modelexpress_rl.reshard.proof import prove_plan
-from tests.reshard.reference import ELSIZE, Piece, World, many, need_bytes, publish, pull
+from tests.examples import many
+from tests.reshard.reference import ELSIZE, Piece, World, need_bytes, publish, pull
 
 Shape = tuple[int, ...]
 REPLICATED = -1

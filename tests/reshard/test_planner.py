@@ -18,8 +18,9 @@ from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan
 from modelexpress_rl.reshard.planner import plan, replan
 from modelexpress_rl.reshard.proof import prove_plan
+from tests.examples import many
 from tests.reshard import model_geometry
-from tests.reshard.reference import World, many, need_bytes, publish, pull, worlds
+from tests.reshard.reference import World, need_bytes, publish, pull, worlds
 
 BF16 = "torch.bfloat16"
 

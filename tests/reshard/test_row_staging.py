@@ -22,8 +22,9 @@ from modelexpress_rl.reshard.proof import prove_plan
 from modelexpress_rl.reshard.row_staging import Choice, choose
 from modelexpress_rl.reshard.row_staging_wire import Wire, wire
 from modelexpress_rl.reshard.verify import Verified, Verifier
+from tests.examples import many
 from tests.reshard.digested import SHA, answering, one_tensor
-from tests.reshard.reference import World, many, need_bytes, pull, worlds
+from tests.reshard.reference import World, need_bytes, pull, worlds
 
 RUNS_ARE_DEAR = TransportCost(wire_bytes_per_s=1e9, run_s=1.0, read_s=1e-6, copy_bytes_per_s=1e9)
 RUNS_ARE_FREE = TransportCost(wire_bytes_per_s=1e9, run_s=1e-15, read_s=1e-6, copy_bytes_per_s=1e9)

@@ -14,8 +14,9 @@ from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.planner import plan, replan
 from modelexpress_rl.reshard.proof import prove_plan
 from modelexpress_rl.reshard.split import split
+from tests.examples import many
 from tests.reshard.digested import checker, one_tensor
-from tests.reshard.reference import World, many, need_bytes, pull, worlds
+from tests.reshard.reference import World, need_bytes, pull, worlds
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,9 @@ from modelexpress_rl.reshard.digests import DEFAULT_RULE, GridRule
 from modelexpress_rl.reshard.grid import BANDS, LEVELS, SLABS, TILES
 from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.verify import Verified
+from tests.examples import many
 from tests.reshard.digested import FINE, answering, checker, one_tensor, pulled
-from tests.reshard.reference import World, many, publish, pull, worlds
+from tests.reshard.reference import World, publish, pull, worlds
 
 
 @pytest.fixture(params=["selected", "slabs", "whole"])
