@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,9 +139,36 @@ def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
         )
 
     rotating = Rotating(tls.present, configuration)
+    first = rotating.current()
     return grpc.dynamic_ssl_server_credentials(
-        rotating.current(), rotating.current, require_client_authentication=tls.ca is not None
+        first,
+        _Changes(rotating.current, first).next,
+        require_client_authentication=tls.ca is not None,
     )
+
+
+class _Changes:
+    """What a function answers, where that is another object than the last time, and None where it isn't.
+
+    gRPC asks at each connection, under a lock, and replaces its TLS context by whatever it is given,
+    while other threads begin handshakes by the one before: given it each time, two connections at once
+    crash the process. Given it only when it changed, and after the threads that hold the old one must
+    have begun theirs, none does.
+    """
+
+    def __init__(self, current: Callable[[], Any], told: Any, *, settle_s: float = 0.05) -> None:
+        self._current = current
+        self._told = told
+        self._settle_s = settle_s
+
+    def next(self) -> Any:
+        """The present object, once; None until there is another. Called from gRPC's threads."""
+        present = self._current()
+        if present is self._told:
+            return None
+        time.sleep(self._settle_s)
+        self._told = present
+        return present
 
 
 class _TokenGate(grpc.aio.ServerInterceptor):

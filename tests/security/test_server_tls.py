@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import grpc
@@ -23,6 +25,7 @@ from tests.server.api import Api, eventually
 
 pytestmark = pytest.mark.anyio
 INFO = v1.GetServerInfoRequest()
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -147,6 +150,29 @@ class TestTls:
 
 
 class TestRotation:
+    async def test_many_connect_at_once(self) -> None:
+        """gRPC replaces its TLS context while others begin a handshake by it; see `hammer`."""
+        done = await anyio.run_process([sys.executable, "-m", "tests.security.hammer"], check=False, cwd=ROOT)
+        assert (done.returncode, done.stdout) == (0, b"survived\n"), done.stderr.decode()
+
+    def test_grpc_is_told_of_a_certificate_once(
+        self, authority: Authority, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[Any] = []
+        monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", lambda *args, **_: told.extend(args))
+        cert, key = authority.issue("server")
+
+        class Port:
+            def add_secure_port(self, address: str, credentials: object) -> int:
+                return 1
+
+        ServerSecurity.of(cert=cert, key=key).add_port(Port(), "")  # type: ignore[arg-type]
+        _, ask = told
+        assert [ask(), ask()] == [None, None]
+        authority.issue("server")
+        assert isinstance(ask(), grpc.ServerCertificateConfiguration)
+        assert ask() is None
+
     async def test_the_servers_certificate(
         self, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
