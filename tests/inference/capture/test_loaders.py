@@ -174,6 +174,8 @@ def test_casts_are_made_copy_by_copy() -> None:
         is p.data[:, 3:].fill_(2),
         lambda p, w: p.data.copy_(torch.arange(24.0).view(4, 6)),
         lambda p, w: p.data.copy_(torch.full_like(p, 3.0)),
+        lambda p, w: w.is_pinned() or p.data.copy_(w.to(p)),
+        lambda p, w: p.data.copy_(w) if w.is_same_size(p) and w.is_cpu and not p.is_meta else None,
         lambda p, w: p.data.narrow(0, 0, 4).narrow(1, 0, 6).copy_(w.to(p.device, p.dtype)),
     ],
 )  # fmt: skip

@@ -26,10 +26,13 @@ many = settings(
 )
 
 
+def without_memory(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
 @st.composite
-def views(draw: Any, shape: tuple[int, ...], *, copies: bool, most: int = 6) -> Step:
-    """A chain of operations that stay views, or of copies, too."""
-    probe = torch.empty(shape, device="meta")
+def views(draw: Any, probe: torch.Tensor, *, copies: bool, most: int = 6) -> Step:
+    """A chain of operations on a tensor like `probe` that stay views, or of copies, too."""
     steps: list[Step] = []
     for _ in range(draw(st.integers(0, most))):
         step = draw(_step(tuple(probe.shape), copies=copies))
@@ -129,7 +132,7 @@ def _regrouped(draw: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 @given(data=st.data())
 def test_views_and_copies_of_a_published_tensor(data: Any) -> None:
     shape = data.draw(SHAPES)
-    run = data.draw(views(shape, copies=True))
+    run = data.draw(views(without_memory(shape), copies=True))
     tensors = numbered(w=shape)
     wanted = run(tensors["w"])
     if wanted.numel() > 4096:
@@ -143,8 +146,8 @@ def test_views_and_copies_of_a_published_tensor(data: Any) -> None:
 def test_views_of_a_parameter_and_of_a_tensor(data: Any) -> None:
     """The same chain of views on both sides, laid over what an earlier copy wrote."""
     shape = data.draw(SHAPES)
-    into = data.draw(views(shape, copies=False))
-    out_of = data.draw(views(tuple(into(torch.empty(shape)).shape), copies=True, most=3))
+    into = data.draw(views(without_memory(shape), copies=False))
+    out_of = data.draw(views(into(without_memory(shape)), copies=True, most=3))
 
     def load(self: Any, named: dict[str, torch.Tensor]) -> None:
         self.p.data.copy_(named["w"])
@@ -160,7 +163,7 @@ def test_views_of_a_parameter_and_of_a_tensor(data: Any) -> None:
 @given(data=st.data())
 def test_what_stays_unfilled_is_counted(data: Any) -> None:
     shape = data.draw(SHAPES)
-    chains = data.draw(st.lists(views(shape, copies=False), min_size=1, max_size=3))
+    chains = data.draw(st.lists(views(without_memory(shape), copies=False), min_size=1, max_size=3))
     filled, pieces = torch.zeros(shape, dtype=torch.bool), []
     axes = Axes.of(shape, strided.row_major(shape))
     assert axes is not None
@@ -177,7 +180,7 @@ def test_what_stays_unfilled_is_counted(data: Any) -> None:
 @given(data=st.data())
 def test_boxes_hold_all_that_is_wanted_and_read_no_more_than_they_would_one_by_one(data: Any) -> None:
     shape = data.draw(SHAPES)
-    chains = data.draw(st.lists(views(shape, copies=False), min_size=1, max_size=4))
+    chains = data.draw(st.lists(views(without_memory(shape), copies=False), min_size=1, max_size=4))
     tensor, pieces = torch.arange(float(torch.Size(shape).numel())).reshape(shape), []
     for chain in chains:
         view = chain(tensor)

@@ -148,6 +148,15 @@ def test_a_parameter_that_was_not_said_to_be_loaded() -> None:
         capture(module, published(numbered(p=(4,))), frozen=["r", "q"])
 
 
+def test_a_frozen_parameter_is_left_as_it_is_though_it_would_be_loaded() -> None:
+    def load(self: Any, named: dict[str, torch.Tensor]) -> None:
+        self.p.data.copy_(named["p"])
+        self.q.data.copy_(named["q"])
+
+    found = captured(Loads(load, p=parameter(4), q=parameter(4)), numbered(p=(4,), q=(4,)), frozen=["q"])
+    assert [need.name for need in found.needs] == [copy.target.name for copy in found.copies] == ["p"]
+
+
 def test_an_error_of_the_loader_names_the_tensor() -> None:
     module = Loads(lambda self, named: None, p=parameter(4))
     module._load = lambda self, named: self.p.data.copy_(named["w"])

@@ -34,8 +34,8 @@ class CaptureLoader:
     """Makes the captured copies, from staged boxes into the live parameters, which keep their addresses."""
 
     def __init__(self, module: torch.nn.Module, captured: Captured) -> None:
+        self.captured = captured
         self._module = module
-        self._captured = captured
         tensors = dict(module.named_buffers(remove_duplicate=False)) | named_tensors(module)
         names = dict.fromkeys(copy.target.name for copy in captured.copies)
         self._expected = {name: Expected.of(tensors[name], strided=True) for name in names}
@@ -47,7 +47,7 @@ class CaptureLoader:
     @property
     def needs(self) -> tuple[Need, ...]:
         """See `WeightLoader.needs`."""
-        return self._captured.needs
+        return self.captured.needs
 
     def check(self, staged: Sequence[StagedTensor]) -> None:
         """See `WeightLoader.check`."""
@@ -62,7 +62,7 @@ class CaptureLoader:
             boxes = [as_tensor(each).reshape(-1) for each in staged]
             self._copies = [
                 (_target(copy, tensors[copy.target.name]), _source(copy, boxes), copy.casts)
-                for copy in self._captured.copies
+                for copy in self.captured.copies
             ]
             self._staged, self._where = staged, where
         self._checked = True

@@ -146,7 +146,7 @@ def _sort(piece: Aligned, part: Part, inside: list[Aligned], outside: list[Align
     """Put what of `piece` lies in the box of `part` into `inside`, and what does not into `outside`."""
     for axis, (low, extent) in enumerate(zip(part.offset, part.shape, strict=True)):
         high = low + extent
-        begin, end = piece.begin[axis], piece.end(axis)
+        begin, end = piece.begin[axis], piece.end[axis]
         if begin >= low and end <= high:
             continue
         if begin >= high or end <= low:
@@ -192,6 +192,6 @@ def overlaid(under: Copied, transfer: Transfer, content: Content, dtype: torch.d
                 raise Fragmented("a temporary tensor is written by a view that regroups its axes")
             if own:
                 strides[axis] = piece.transfer.dims[own[0]].target
-        shape = tuple(end - begin for begin, end in zip(piece.begin, piece.ends(), strict=True))
+        shape = tuple(end - begin for begin, end in zip(piece.begin, piece.end, strict=True))
         parts.append(Part(piece.begin, shape, content, dtype, piece.transfer.target, tuple(strides)))
     return replace(under, parts=(*under.parts, *parts))

@@ -21,20 +21,29 @@ from modelexpress_rl.inference.engines.torch.dtypes import require_castable
 Named = list[tuple[str, torch.Tensor]]
 
 
-def landings(module: torch.nn.Module, writes: Sequence[Write]) -> list[Landing]:
-    """The writes as copies into tensors of the live module; one that a later one undoes is left out.
+def landings(module: torch.nn.Module, writes: Sequence[Write], frozen: Collection[str] = ()) -> list[Landing]:
+    """The writes as copies into tensors of the live module.
+
+    One that a later one undoes is left out, and one into a tensor that is frozen.
 
     Raises:
+        UsageError: `frozen` names what the module does not have.
         CaptureRefused: a copy writes to several tensors at once, or to one that has no name.
         GeometryError: it would turn one kind of number into another.
     """
     by_key = _by_storage(module)
+    tensors = _by_name(module)
+    if unknown := sorted(set(frozen) - tensors.keys()):
+        raise UsageError(f"frozen: the module has no parameter or buffer {unknown[0]!r}")
+    still = {id(tensors[name]) for name in frozen}
     last = {(write.key, write.dtype, write.offset, write.dims): i for i, write in enumerate(writes)}
     found = []
     for i, write in enumerate(writes):
         if last[write.key, write.dtype, write.offset, write.dims] != i:
             continue
         name, tensor = _owner(write, by_key.get(write.key, []))
+        if id(tensor) in still:
+            continue
         begin, _ = place_of(tensor)
         for part in write.parts:
             if isinstance(part.content, Published):
@@ -54,15 +63,10 @@ def require_filled(
     """Check that every parameter that is not frozen is filled whole, and is one that was said to be loaded.
 
     Raises:
-        UsageError: `frozen` names what the module does not have.
         IncompleteVersionError: elements of a parameter would be left as they are.
         ModelExpressError: `load_weights` says which parameters it loaded, and leaves one out.
     """
-    by_key = _by_storage(module)
-    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    tensors.update(module.named_buffers(remove_duplicate=False))
-    if unknown := sorted(set(frozen) - tensors.keys()):
-        raise UsageError(f"frozen: the module has no parameter or buffer {unknown[0]!r}")
+    by_key, tensors = _by_storage(module), _by_name(module)
     still = {id(tensors[name]) for name in frozen}
     required = [(name, t) for name, t in module.named_parameters() if t.numel() and id(t) not in still]
     if isinstance(loaded, (set, frozenset, list, tuple)):
@@ -116,6 +120,12 @@ def _pieces(tensor: torch.Tensor, landings: Iterable[tuple[int, Landing]]) -> It
             yield from aligned(replace(turned, source=turned.source + begin), axes)
         except Fragmented as error:
             raise refused(f"into {landing.target.name!r}: {error}") from error
+
+
+def _by_name(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, tied ones under each of their names."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return tensors | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _by_storage(module: torch.nn.Module) -> dict[int, Named]:

@@ -8,9 +8,8 @@ live tensors that a closure or a global still names, and answers `.device` as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,52 +23,19 @@ from modelexpress_rl.inference.engines.torch.capture.contents import (
     Copied,
     StandIn,
 )
+from modelexpress_rl.inference.engines.torch.capture.operations import (
+    ABOUT_MEMORY,
+    CONSTANTS,
+    COPIES,
+    Kind,
+    is_copy,
+    joined_of,
+    kind_of,
+    made_of,
+)
 from modelexpress_rl.inference.engines.torch.capture.recorder import Recorder, part_of
 
 aten = torch.ops.aten
-
-_CONSTANTS: Mapping[Any, Callable[..., Any]] = {
-    aten.scalar_tensor.default: lambda value, **_: value,
-    aten.zeros.default: lambda *_, **__: 0,
-    aten.ones.default: lambda *_, **__: 1,
-    aten.full.default: lambda size, value, **_: value,
-    aten.zeros_like.default: lambda *_, **__: 0,
-    aten.ones_like.default: lambda *_, **__: 1,
-    aten.full_like.default: lambda like, value, **_: value,
-    aten.new_zeros.default: lambda *_, **__: 0,
-    aten.new_ones.default: lambda *_, **__: 1,
-    aten.new_full.default: lambda like, size, value, **_: value,
-}
-_COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
-_UNLIKE = {aten.set_, aten.resize_, aten.resize_as_}
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What an operation's schema says."""
-
-    name: str
-    written: tuple[str | int, ...]
-    turns_view: bool
-    is_view: bool
-    returns_tensors: bool
-
-
-@lru_cache(maxsize=4096)
-def _kind(func: Any) -> _Kind:
-    schema = func._schema
-    written: list[str | int] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(argument.name if argument.kwarg_only else i)
-    tensors = ("Tensor", "List[Tensor]")
-    return _Kind(
-        str(func),
-        tuple(written),
-        torch.Tag.inplace_view in func.tags and func.overloadpacket not in _UNLIKE,
-        any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
-        all(str(r.type) in tensors for r in schema.returns),
-    )
 
 
 class DispatchMode(TorchDispatchMode):
@@ -87,9 +53,9 @@ class DispatchMode(TorchDispatchMode):
         recorder = self._recorder
         if recorder.at_work:
             return func(*args, **(kwargs or {}))
-        args, kwargs = _mapped(args, recorder.swapped), _mapped(kwargs or {}, recorder.swapped)
-        kind = _kind(func)
-        known = [(tensor, recorder.content(tensor)) for tensor in _tensors((args, kwargs))]
+        args, kwargs, tensors = _swapped(recorder, args, kwargs or {})
+        kind = kind_of(func)
+        known = [(tensor, recorder.content(tensor)) for tensor in tensors]
         held = [(tensor, content) for tensor, content in known if content is not None]
         if kind.written and not kind.turns_view:
             return self._write(func, kind, args, kwargs, held)
@@ -104,30 +70,32 @@ class DispatchMode(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in _tensors(out):
             if tensor.is_meta:
-                self._recorder.hold(
-                    tensor, self._recorder.new(tensor, _made_of(func, args, kwargs, ())), None
-                )
-            elif not _kind(func).is_view or func is aten.lift_fresh.default:
+                self._recorder.hold(tensor, self._recorder.new(tensor, made_of(func, args, kwargs, ())), None)
+            elif not kind_of(func).is_view or func is aten.lift_fresh.default:
                 self._recorder.made(tensor)
         return out
 
     def _new(
-        self, func: Any, kind: _Kind, args: Any, kwargs: Any, held: list[tuple[torch.Tensor, Content]]
+        self, func: Any, kind: Kind, args: Any, kwargs: Any, held: list[tuple[torch.Tensor, Content]]
     ) -> Any:
         """An operation that makes new tensors out of some without memory."""
         recorder = self._recorder
         first = held[0][0]
         device = kwargs.get("device") or recorder.device(first)
-        if func in _COPIES:
+        if func in COPIES:
             view, content = self._source(args[0])
             if content is None:
                 return self._made(func, args, kwargs)
             out = func(args[0], **{k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")})
             recorder.hold(out, recorder.copied(out, view, content), device)
             return out
-        if func in _CONSTANTS:
+        if func in ABOUT_MEMORY:
+            return func(*args, **kwargs)
+        if func.overloadpacket is aten.is_pinned:
+            return False
+        if func in CONSTANTS:
             out = func(*args, **{**kwargs, "device": "meta"})
-            recorder.hold(out, recorder.new(out, _made_of(func, args, kwargs, ())), device)
+            recorder.hold(out, recorder.new(out, made_of(func, args, kwargs, ())), device)
             return out
         if all(isinstance(content, StandIn) and not content.is_parameter for _, content in held):
             args, kwargs = (_mapped(each, lambda t: self._values(t, kind.name)) for each in (args, kwargs))
@@ -137,7 +105,7 @@ class DispatchMode(TorchDispatchMode):
             described = recorder.described(held[0][0])
             raise recorder.refuse(f"{kind.name} reads values of {described} to decide what to do")
         out = self._on_meta(func, kind, args, kwargs, held)
-        joined = _joined(func, args, kwargs, out)
+        joined = joined_of(func, args, kwargs, out)
         for tensor in _tensors(out):
             result = recorder.new(tensor, Computed(kind.name, names))
             if joined is not None:
@@ -156,7 +124,7 @@ class DispatchMode(TorchDispatchMode):
         return replace(under, parts=tuple(found))
 
     def _on_meta(
-        self, func: Any, kind: _Kind, args: Any, kwargs: Any, held: list[tuple[torch.Tensor, Content]]
+        self, func: Any, kind: Kind, args: Any, kwargs: Any, held: list[tuple[torch.Tensor, Content]]
     ) -> Any:
         try:
             if "device" in kwargs:
@@ -167,22 +135,22 @@ class DispatchMode(TorchDispatchMode):
             raise self._recorder.refuse(f"{kind.name} on {described} depends on its values") from error
 
     def _write(
-        self, func: Any, kind: _Kind, args: Any, kwargs: Any, held: list[tuple[torch.Tensor, Content]]
+        self, func: Any, kind: Kind, args: Any, kwargs: Any, held: list[tuple[torch.Tensor, Content]]
     ) -> Any:
         """An operation that writes: copies into the module are recorded, others refused."""
         recorder = self._recorder
         if func is aten._foreach_copy_.default:
             for target, source in zip(args[0], args[1], strict=True):
                 copy = aten.copy_.default
-                self._write(copy, _kind(copy), (target, source), {}, held)
+                self._write(copy, kind_of(copy), (target, source), {}, held)
             return None
-        found = list(_tensors([kwargs.get(w) if isinstance(w, str) else _at(args, w) for w in kind.written]))
+        found = _tensors([kwargs.get(w) if isinstance(w, str) else _at(args, w) for w in kind.written])
         for target in found:
             if recorder.content(target) is None and not recorder.is_made(target):
                 raise recorder.refuse(f"{kind.name} writes to a tensor that is not of the module")
         if not held:
             return func(*args, **kwargs)
-        if len(found) == 1 and _is_copy(func):
+        if len(found) == 1 and is_copy(func):
             self._copy(func, found[0], args)
             return found[0]
         for target in found:
@@ -236,8 +204,12 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self._recorder
-        args, kwargs = _mapped(args, recorder.swapped), _mapped(kwargs or {}, recorder.swapped)
-        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if recorder.at_work or not args:
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if any(isinstance(each, torch.Tensor) and recorder.is_live(each) for each in args):
+            args = tuple(_mapped(each, recorder.swapped) for each in args)
+        first = args[0] if isinstance(args[0], torch.Tensor) else None
         content = None if first is None else recorder.content(first)
         if content is None or first is None:
             return func(*args, **kwargs)
@@ -279,34 +251,15 @@ _LEAVES_TORCH = {
 }
 
 
-def _is_copy(func: Any) -> bool:
-    return func in (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
-
-
-def _made_of(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) -> Content:
-    value = _CONSTANTS[func](*args, **kwargs) if func in _CONSTANTS else None
-    return Computed(str(func), names) if value is None else Constant(value)
-
-
-def _joined(func: Any, args: Any, kwargs: Any, out: Any) -> list[tuple[Any, tuple[int, ...]]] | None:
-    """What `cat`, `stack` and `pad` lay where; None for any other operation."""
-    if func is aten.constant_pad_nd.default:
-        value, pads = args[0], list(args[1])
-        if min(pads) < 0:
-            return None
-        lows = [0] * (value.dim() - len(pads) // 2) + pads[-2::-2]
-        return [(args[2] if len(args) > 2 else kwargs.get("value", 0), ()), (value, tuple(lows))]
-    if func not in (aten.cat.default, aten.stack.default):
-        return None
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim()
-    parts, begin = [], 0
-    for value in args[0]:
-        view = value.unsqueeze(dim) if func is aten.stack.default else value
-        if view.dim() != out.dim():
-            continue  # cat takes an empty vector beside anything
-        parts.append((view, tuple(begin if axis == dim else 0 for axis in range(out.dim()))))
-        begin += view.shape[dim]
-    return parts
+def _swapped(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+    """Arguments with stand-ins in place of live tensors, and the tensors among them."""
+    tensors = _tensors(args)
+    if kwargs:
+        tensors += _tensors(kwargs)
+    if any(recorder.is_live(tensor) for tensor in tensors):
+        args, kwargs = _mapped(args, recorder.swapped), _mapped(kwargs, recorder.swapped)
+        tensors = _tensors(args) + _tensors(kwargs)
+    return args, kwargs, tensors
 
 
 def _at(args: Sequence[Any], number: int) -> Any:
@@ -317,14 +270,21 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta or not tensor.dim() else tensor.to("meta")
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value, in lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    found: list[torch.Tensor] = []
+    for each in value:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple, dict)):
+            found += _tensors(each)
+    return found
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -27,7 +27,7 @@ class Local:
 
 def hull(piece: Aligned) -> Box:
     """The smallest box around what an aligned copy reads, as corners."""
-    return piece.begin, piece.ends()
+    return piece.begin, piece.end
 
 
 def volume(box: Box) -> int:

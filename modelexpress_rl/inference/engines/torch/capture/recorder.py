@@ -104,6 +104,10 @@ class Recorder:
             self._stand_in_of[key] = base
         return self._geometry(self._stand_in_of[key], live)
 
+    def is_live(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in memory for which another tensor stands in."""
+        return key_of(tensor) in self._stand_in_of
+
     def swapped(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, or, where it lies in memory of the live module, what stands in for it."""
         key = key_of(tensor)

@@ -36,11 +36,12 @@ def capture(
 
     It runs once, on a twin of the module: nothing that it does reaches the module itself. It gets the
     published tensors in the order of their names, and those of `aliases` under both of theirs. Every
-    parameter that is not in `frozen` must be filled whole.
+    parameter must be filled whole, but those in `frozen`, which are left as they are.
 
     Raises:
         CaptureRefused: it does something that no copy expresses; the message names tensor and operation.
         GeometryError: it raises an error itself, such as for a shape that does not fit.
+        UsageError: `frozen` names what the module does not have.
         IncompleteVersionError: it leaves elements of a parameter as they are.
         StateError: it changed the live module, past everything that keeps it off.
     """
@@ -52,7 +53,7 @@ def capture(
     _require_same(before, _tensor_attributes(copy))
     if _state(module) != live_before:
         raise StateError(f"load_weights of {type(module).__name__} changed the live module in a capture")
-    found = landings(module, recorder.writes)
+    found = landings(module, recorder.writes, frozen)
     require_filled(module, found, loaded, frozenset(frozen), published)
     captured = assembled(found, {name: tensor.dtype for name, tensor in published.items()})
     _report(module, captured, time.perf_counter() - began)

@@ -116,11 +116,12 @@ class Axes:
 class Aligned:
     """A copy whose dimension i moves along axis `axis[i]` of its source, `step[i]` coordinates at a time.
 
-    `begin` is the coordinate of its first element, by axis of the tensor. A broadcast has axis -1.
+    `begin` and `end` are the corners of what it reads, by axis of the tensor. A broadcast has axis -1.
     """
 
     transfer: Transfer
     begin: tuple[int, ...]
+    end: tuple[int, ...]
     axis: tuple[int, ...]
     step: tuple[int, ...]
 
@@ -129,18 +130,11 @@ class Aligned:
         own = [i for i in range(len(self.axis)) if self.axis[i] == axis]
         return sorted(own, key=lambda i: self.step[i])
 
-    def end(self, axis: int) -> int:
-        """One past its last coordinate along one axis."""
-        reach = sum(self.step[i] * (self.transfer.dims[i].size - 1) for i in self.along(axis))
-        return self.begin[axis] + reach + 1
-
-    def ends(self) -> tuple[int, ...]:
-        """`end` of every axis."""
-        return tuple(self.end(axis) for axis in range(len(self.begin)))
-
     def gaps(self) -> list[int]:
         """The dimensions that leave coordinates out, those of the outermost axis and largest step first."""
         found: list[int] = []
+        if max(self.step, default=0) <= 1:
+            return found
         for axis in range(len(self.begin)):
             reach = 1
             own = []
@@ -154,17 +148,19 @@ class Aligned:
     def cut(self, at: int, first: int, last: int) -> Aligned:
         """The part where dimension `at` runs from `first` to `last - 1`."""
         transfer = self.transfer.cut(at, first, last)
-        begin = list(self.begin)
+        begin, end = list(self.begin), list(self.end)
         begin[self.axis[at]] += first * self.step[at]
+        end[self.axis[at]] -= (self.transfer.dims[at].size - last) * self.step[at]
         axis, step = self.axis, self.step
         if last - first == 1:
             axis, step = (*axis[:at], *axis[at + 1 :]), (*step[:at], *step[at + 1 :])
-        return Aligned(transfer, tuple(begin), axis, step)
+        return Aligned(transfer, tuple(begin), tuple(end), axis, step)
 
     def relative_to(self, origin: Sequence[int]) -> Aligned:
         """The same, with coordinates that count from `origin`."""
         begin = tuple(at - low for at, low in zip(self.begin, origin, strict=True))
-        return replace(self, begin=begin)
+        end = tuple(at - low for at, low in zip(self.end, origin, strict=True))
+        return replace(self, begin=begin, end=end)
 
     def moved_to(self, offset: int, strides: Sequence[int]) -> Transfer:
         """The copy with another source: one whose axes have `strides`, and where `begin` is at `offset`."""
@@ -227,10 +223,11 @@ def _step(transfer: Transfer, axes: Axes) -> Aligned | list[Transfer]:
             return _carried(transfer, i, steps, room, begin[j] + reach[j], axes.extent[j])
         reach[j] += steps * (dim.size - 1)
         axis[i], step[i] = axes.number[j], steps
-    full = [0] * axes.rank
+    first, last = [0] * axes.rank, [1] * axes.rank
     for j, number in enumerate(axes.number):
-        full[number] = begin[j]
-    return Aligned(transfer, tuple(full), tuple(axis), tuple(step))
+        first[number] = begin[j]
+        last[number] = begin[j] + reach[j] + 1
+    return Aligned(transfer, tuple(first), tuple(last), tuple(axis), tuple(step))
 
 
 def _moves(stride: int, axes: Axes, j: int) -> bool:
