@@ -6,6 +6,7 @@ ours is imported.
 """
 
 import json
+import math
 import resource
 import sys
 import time
@@ -44,9 +45,11 @@ def main() -> None:
         started = time.perf_counter()
         plan = transfer_plan.plan_transfer(CaptureResult(copies=copies), sources)
         figures["peer_plan_ms"] = (time.perf_counter() - started) * 1e3
-        if plan.fallback or plan.converts or plan.full_pulls:
-            raise SystemExit(f"0.7.0 planned {len(plan.fallback)} sources in another way than by segments")
+        if plan.fallback or plan.converts or (plan.full_pulls and what == "segments"):
+            raise SystemExit("0.7.0 planned some of it in another way than by segments")
+        needed = sum(sources[copy.src_name].elsize * math.prod(copy.dest_shape) for copy in copies)
         figures["peer_descriptors"] = plan.descriptor_count()
+        figures["peer_amplification"] = plan.bytes_planned() / needed
     figures["peer_peak_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024
     if what == "segments":
         figures["segments"] = [
