@@ -7,16 +7,18 @@ otherwise copies straight out of the peer's memory, and a stopped peer doesn't m
 from __future__ import annotations
 
 import signal
+import sys
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import anyio
 import numpy as np
 import pytest
 
-from modelexpress_rl.errors import TransferError, TransferTimeout
+from modelexpress_rl.errors import PeerError, TransferError, TransferTimeout
 from modelexpress_rl.transport.nixl import NixlAgent
 from modelexpress_rl.transport.port import ReadList
-from tests.transport.rigs import Bytes, need_nixl, region, soon, zeros
+from tests.transport.rigs import Bytes, need_nixl, one_run, region, soon, zeros
 from tests.transport.target import Target, pattern
 
 pytestmark = [pytest.mark.anyio, pytest.mark.heavy]
@@ -181,3 +183,42 @@ async def test_a_new_life_is_refused_while_reads_of_the_old_one_may_still_land(
     fresh = await generator.prepare(peer, read_list(second, memory, MIB))
     await (await generator.post(fresh)).wait(soon())
     assert np.array_equal(memory, pattern(8 * MIB, 2))
+
+
+async def test_an_agent_is_destroyed_when_it_closes_whoever_keeps_its_errors(target: MakeTarget) -> None:
+    """Alive, it would go on writing, into memory that is free by then."""
+    need_nixl()
+    trainer = await target("trainer", 64 * MIB, 1, TCP).ready()
+    agent = await NixlAgent.create("generator", readable=False)
+    memory = zeros(trainer.size_bytes)
+    await agent.register([region(memory)])
+    peer = await agent.add_peer(trainer.metadata)
+    prepared = await agent.prepare(peer, read_list(trainer, memory, MIB))
+    await (await agent.post(prepared)).wait(soon())
+    kept: list[BaseException] = []
+    for hopeless in (
+        lambda: agent.prepare(peer, one_run(trainer.region.addr - 4096, memory.ctypes.data, 1)),
+        lambda: agent.add_peer(trainer.metadata[:-20].replace(b"trainer", b"another")),
+    ):
+        with pytest.raises((TransferError, PeerError)) as refused:
+            await hopeless()
+        kept.append(refused.value)
+    trainer.signal(signal.SIGSTOP)
+    read = await agent.post(prepared)
+    trainer.kill()
+    with pytest.raises(TransferError) as failed:
+        await read.wait(soon())
+    kept.append(failed.value)
+    native = weakref.ref(agent._core._agent)
+    await agent.aclose()
+    assert native() is None
+    assert all(error.__cause__ is not None for error in kept)
+
+
+async def test_closing_after_a_peer_was_killed_in_the_middle_does_not_abort(target: MakeTarget) -> None:
+    """UCX does, if it is destroyed while parts of a read are queued: often, not always; so many agents."""
+    trainer = await target("trainer", 8 * MIB, 1).ready()
+    code = [sys.executable, "-m", "tests.transport.dying_peer", str(trainer.process.pid)]
+    facts = f"{trainer.region.addr} {trainer.size_bytes} {trainer.metadata.hex()}"
+    done = await anyio.run_process(code, input=facts.encode(), check=False, stderr=None)
+    assert (done.returncode, done.stdout) == (0, b"closed\n")

@@ -64,8 +64,8 @@ class NixlAgent:
 
     Reads between processes of one host go through cma (one copy, 5 GiB/s), if the kernel allows it; then
     the peer takes no part in them at all. Over tcp the peer's progress thread sends the bytes. There,
-    UCX 1.21 aborts a peer that was stopped (SIGSTOP) and continued after a reader with reads under way
-    from it had died or closed its agent.
+    UCX 1.21 may abort a peer whose reader died, or closed its agent, with reads under way: it takes a
+    failed send of a reply for impossible. Nothing here can prevent that; see docs/transport.md.
     """
 
     def __init__(self, name: str, core: Core, driver: Driver, metadata_endpoint: str) -> None:

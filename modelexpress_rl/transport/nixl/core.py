@@ -8,7 +8,10 @@ Facts about NIXL 1.5.1 that shape it, found by running it:
 * Unloading a peer's metadata, or releasing a handle, doesn't stop a read that is under way: the status
   turns to an error at once, and the bytes land later all the same. So neither is done before the read
   has ended; only then is a read settled.
-* Destroying the agent does stop them: no bytes land after that.
+* Destroying the agent does stop them: no bytes land after that. It is destroyed with its last reference, and
+  an error's traceback may hold one: so errors leave here without what their frames refer to.
+* Destroyed soon after a peer died, while parts of a read from it are still queued (cma), UCX 1.21 aborts the
+  process: `ucs_arbiter_group_is_empty` fails. Progress makes those parts fail, too, and empties the queue.
 * Metadata of a restarted peer isn't accepted under a name that is loaded; that of a living peer is, but
   the regions that it deregistered stay. So known peers are unloaded first.
 * A handle can be posted again once it is done, and never after its peer was unloaded.
@@ -16,9 +19,12 @@ Facts about NIXL 1.5.1 that shape it, found by running it:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import logging
 import time
+import weakref
 from collections import Counter, deque
 from functools import partial
 from typing import Any
@@ -42,6 +48,8 @@ SPIN_S = 100e-6
 AGE_FRACTION = 8
 MAX_DELAY_S = 1e-3
 MAX_DELAY_ABANDONED_S = 20e-3
+SETTLE_TURNS = 100
+SETTLE_TURN_S = 1e-3
 
 
 class Core:
@@ -60,6 +68,7 @@ class Core:
         self._plans: dict[int, Plan] = {}
         self._running: list[Running] = []
         self._running_from: Counter[str] = Counter()
+        self._had_disconnect = False
 
     def open(self, *, readable: bool, port: int | None) -> int | None:
         """Load NIXL and start the agent; return the metadata listener's port (None asks for no listener).
@@ -175,7 +184,7 @@ class Core:
             handle = plan.idle.pop() if plan.idle else self._make_handle(plan)
         except self._errors as error:
             self._note_failure(plan.peer, error)
-            read.finish(f"NIXL could not make the request ({error})", error)
+            read.finish(f"NIXL could not make the request ({error})", error.with_traceback(None))
             return
         running = Running(plan, handle, read, started)
         plan.running += 1
@@ -201,7 +210,7 @@ class Core:
         return min(age_s / AGE_FRACTION, MAX_DELAY_S if awaited else MAX_DELAY_ABANDONED_S)
 
     def progress(self) -> None:
-        """Serve what peers asked for; only for agents that have no progress thread (`readable=False`)."""
+        """Progress UCX: what peers asked for is served where no progress thread does (`readable=False`)."""
         self._agent.getNotifs({}, self._ucx)
 
     def close(self, grace_s: float) -> None:
@@ -218,11 +227,24 @@ class Core:
         for name in list(self._peers):
             self.forget_peer(name)
         self._deregister(self._table.all())
+        self._settle_queues()
         # The last reference: destroys the agent and with it UCX's worker, which ends what still ran.
-        self._agent = None
+        destroyed, self._agent = weakref.ref(self._agent), None
+        if destroyed() is not None:
+            gc.collect()
+        if destroyed() is not None:
+            _log.error("something still refers to the NIXL agent %s: its reads may still land", self.name)
+            return
         for running in self._running:
             running.read.finish("the agent was closed while the read was under way")
         self._running = []
+
+    def _settle_queues(self) -> None:
+        """Let UCX end what is queued for peers that died; see above."""
+        for _ in range(SETTLE_TURNS if self._had_disconnect else 0):
+            with contextlib.suppress(*self._errors):
+                self.progress()
+            time.sleep(SETTLE_TURN_S)
 
     def disown(self) -> None:
         """In a forked child: keep the agent from ever being destroyed there."""
@@ -284,7 +306,7 @@ class Core:
         except self._errors as error:
             self._note_failure(plan.peer, error)
             self._release(running.handle)
-            running.read.finish(f"NIXL reports {error}", error)
+            running.read.finish(f"NIXL reports {error}", error.with_traceback(None))
         else:
             plan.idle.append(running.handle)
             running.read.finish()
@@ -300,6 +322,7 @@ class Core:
         """After a disconnect nothing prepared for the peer works any more, even if it still lives."""
         if isinstance(error, self._binding.nixlRemoteDisconnectError):
             peer.valid = False
+            self._had_disconnect = True
 
     def _unload_if_unused(self, name: str) -> None:
         if self._running_from[name]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -63,6 +64,15 @@ class Driver:
             try:
                 future.set_result(command())
             except BaseException as error:  # noqa: BLE001 - it is handed to whoever submitted the command
+                _let_go(error)
                 future.set_exception(error)
             # Not kept alive until the next command: the agent is destroyed with its last reference.
             del command, future
+
+
+def _let_go(error: BaseException) -> None:
+    """Empty the frames of an error, which whoever gets it may keep: they may refer to the agent."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
