@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from typing import NoReturn
 
 import numpy as np
@@ -96,17 +96,16 @@ class NeedTable:
         rows = list(needs)
         names, dtypes = [row.name for row in rows], [row.dtype for row in rows]
         offsets, shapes = [row.offset for row in rows], [row.shape for row in rows]
-        if not _possible(dtypes, offsets, shapes):
+        columns = _columns(dtypes, offsets, shapes)
+        if columns is None:
             _refuse_impossible(rows, owner)
+        rank, offset, shape = columns
         index: defaultdict[str, int] = defaultdict(count().__next__)  # a new name gets the next number
         tensor = np.fromiter(map(index.__getitem__, names), np.int64, len(rows))
         dtype_of = dict(zip(reversed(names), reversed(dtypes), strict=True))  # of its first need
-        if list(map(dtype_of.__getitem__, names)) != dtypes:
+        if len(set(dtypes)) > 1 and list(map(dtype_of.__getitem__, names)) != dtypes:
             row = next(row for row in rows if row.dtype != dtype_of[row.name])
             raise UsageError(f"tensor {row.name!r}: needed both as {dtype_of[row.name]} and {row.dtype}")
-        rank = np.fromiter(map(len, shapes), np.int64, len(rows))
-        width = int(rank.max(initial=1))
-        shape = padded(shapes, width, 1)
         elsize = np.fromiter(map(DTYPE_SIZE_BYTES.__getitem__, dtypes), np.int64, len(rows))
         if (too_big := volume_estimates(shape) * elsize > MAX_EXTENT).any():
             row = rows[int(np.argmax(too_big))]
@@ -125,26 +124,30 @@ class NeedTable:
             tensor=tensor,
             elsize=elsize,
             rank=rank,
-            offset=padded(offsets, width, 0),
+            offset=offset,
             shape=shape,
             local_offset=places,
             arena_bytes=int(ends.max()) if len(rows) else 0,
         )
 
 
-def _possible(
+def _columns(
     dtypes: Sequence[str], offsets: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]
-) -> bool:
-    """Whether dtypes are known, ranks agree and coordinates are in range: all rows at once."""
+) -> tuple[Int, Int, Int] | None:
+    """Ranks, offsets and shapes, looked through all rows at once; None where one is not possible."""
     ranks = list(map(len, shapes))
-    flat = [*chain.from_iterable(offsets), *chain.from_iterable(shapes)]
-    return (
-        DTYPE_SIZE_BYTES.keys() >= set(dtypes)
-        and list(map(len, offsets)) == ranks
-        and max(ranks, default=0) <= MAX_RANK
-        and min(flat, default=0) >= 0
-        and max(flat, default=0) <= MAX_EXTENT
-    )
+    width = max(1, max(ranks, default=1))
+    if width > MAX_RANK or list(map(len, offsets)) != ranks or not DTYPE_SIZE_BYTES.keys() >= set(dtypes):
+        return None
+    try:
+        offset, shape = padded(offsets, width, 0), padded(shapes, width, 1)
+    except OverflowError:
+        return None
+    if min(offset.min(initial=0), shape.min(initial=0)) < 0:
+        return None
+    if max(offset.max(initial=0), shape.max(initial=0)) > MAX_EXTENT:
+        return None
+    return np.array(ranks, np.int64), offset, shape
 
 
 def _refuse_impossible(rows: Iterable[Need], owner: str) -> NoReturn:

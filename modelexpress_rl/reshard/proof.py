@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+from operator import eq
+
 import numpy as np
 
 from modelexpress_rl.errors import GeometryError, IncompleteVersionError
@@ -28,20 +31,16 @@ def prove_needs(needs: NeedTable, merged: Merged, rows: Int) -> Int:
     """
     index = merged.tensors.index
     tensors = merged.tensors
-    number_of = np.array([index.get(name, -1) for name in needs.names], np.int64)
+    numbers = list(map(index.get, needs.names, repeat(-1)))
+    number_of = np.array(numbers, np.int64)
     number = number_of[needs.tensor[rows]]
     if (unknown := number < 0).any():
         raise IncompleteVersionError(
             f"{_wanted(needs, int(rows[np.argmax(unknown)]))}, but none of the {len(merged.sources)} sources "
             f"has the tensor"
         )
-    same_dtype = np.array(
-        [
-            n < 0 or dtype == tensors.dtypes[n]
-            for n, dtype in zip(number_of.tolist(), needs.dtypes, strict=True)
-        ],
-        np.bool_,
-    )
+    published = map((*tensors.dtypes, "").__getitem__, numbers)
+    same_dtype = np.fromiter(map(eq, published, needs.dtypes), np.bool_, len(numbers)) | (number_of < 0)
     if (differs := ~same_dtype[needs.tensor[rows]]).any():
         need, tensor = int(rows[np.argmax(differs)]), int(number[np.argmax(differs)])
         raise GeometryError(

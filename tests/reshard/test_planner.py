@@ -286,6 +286,24 @@ def test_arguments_that_cannot_be() -> None:
         replan(made, needs, merge([one]), failed_sources=[], landed=np.zeros(2, np.bool_))
 
 
+@pytest.mark.parametrize(
+    ("need", "message"),
+    [
+        (Need("u", "bfloat16", (0,), (1,)), "rank 3 needs unknown dtype 'bfloat16'"),
+        (Need("u", BF16, (0,), (1, 1)), "differ in rank"),
+        (Need("u", BF16, (0,) * 17, (1,) * 17), "differ in rank"),
+        (Need("u", BF16, (-1,), (1,)), "is out of range"),
+        (Need("u", BF16, (0,), (1 << 49,)), "is out of range"),
+        (Need("u", BF16, (1 << 70,), (1,)), "is out of range"),
+        (Need("u", BF16, (0, 0), (1 << 40, 1 << 40)), "is too big for an arena"),
+    ],
+)
+def test_a_need_that_is_not_possible_is_named(need: Need, message: str) -> None:
+    possible = Need("t", BF16, (0, 0), (8, 4))
+    with pytest.raises(UsageError, match=f"tensor 'u': .*{message}"):
+        NeedTable.build([possible, need], owner="rank 3")
+
+
 def test_devices_of_one_source_are_read_apart() -> None:
     shards = [rows("t", 0, 4, addr=4096), rows("t", 4, 8, addr=4096 + 32)]
     merged = held([[shards[0], replace(shards[1], device_id=1)]])
