@@ -51,6 +51,10 @@ def _print(result: Result) -> None:
     Console().print(table)
 
 
+def _number(figure: float) -> str:
+    return f"{figure:,.3f}" if abs(figure) < 1000 else f"{figure:,.0f}"
+
+
 def _print_cases(result: Result, cases: Any) -> None:
     """A column for each case; a figure that a case doesn't have is left out."""
     table = Table(title=result.title, title_justify="left", caption=result.conditions, caption_justify="left")
@@ -59,7 +63,7 @@ def _print_cases(result: Result, cases: Any) -> None:
         table.add_column(name, justify="right")
     table.add_column("goal")
     for figure in dict.fromkeys(figure for case in cases.values() for figure in case):
-        values = (f"{case[figure]:,.3f}" if figure in case else "" for case in cases.values())
+        values = (_number(case[figure]) if figure in case else "" for case in cases.values())
         table.add_row(figure, *values, result.goals.get(figure, ""))
     Console().print(table)
 

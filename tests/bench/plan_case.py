@@ -19,7 +19,7 @@ from modelexpress_rl.inference.lease import Publication
 from modelexpress_rl.inference.nearness import Nearness
 from modelexpress_rl.inference.planning import Planning
 from modelexpress_rl.inference.sources import SourceFetcher
-from modelexpress_rl.reshard.manifest_columns import decode_announced
+from modelexpress_rl.reshard.manifest_columns import decode_announced, encode
 from modelexpress_rl.reshard.merge import SourceManifest, merge
 from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.planner import plan
@@ -73,7 +73,10 @@ def _round(
     made = plan(table, merged)
     prove_plan(made, table, merged)
     times.append(_clocks())
-    for name, begin, end in zip(("decode", "merge", "plan"), times, times[1:], strict=False):
+    for manifest in manifests:
+        encode(manifest)
+    times.append(_clocks())
+    for name, begin, end in zip(("decode", "merge", "plan", "encode"), times, times[1:], strict=False):
         seen.setdefault(f"{name}_ms", []).append((end[0] - begin[0]) * 1e3)
         spent.setdefault(f"{name}_cpu_ms", []).append((end[1] - begin[1]) * 1e3)
     return {"amplification": made.amplification, "descriptors": made.descriptors}
