@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from modelexpress_rl import quiet_threads
 from modelexpress_rl.column_blocks import ColumnBlocks
-from modelexpress_rl.errors import UsageError
+from modelexpress_rl.errors import StateError, TransferError, UsageError
 from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard import manifest_columns
 from modelexpress_rl.reshard.geometry import Bytes, Shard, ShardTable
@@ -41,6 +41,7 @@ from modelexpress_rl.train.memory import (
     extents_of,
     host_bytes,
     run_all,
+    spans_of,
 )
 from modelexpress_rl.train.packing import PackedBox, packed
 from modelexpress_rl.transport.port import Agent, Registration
@@ -238,7 +239,7 @@ class Stager:
         for one in [one for one in self._lent if not one.loans]:
             self._lent.remove(one)
             await self._agent.deregister(one.registration)
-        registration = await self._agent.register([extent.region for extent in extents])
+        registration = await self._register(extents)
         made = _Lent(extents, registration)
         self._lent.append(made)
         return made
@@ -247,6 +248,16 @@ class Stager:
         if self._places is None or self._places.source is not source:
             self._places = _Places.of(source, self._column_blocks)
         return self._places
+
+    async def _register(self, extents: tuple[Extent, ...]) -> Registration:
+        """Register few large spans, or where the transport refuses those, the extents one by one."""
+        spans, pieces = spans_of(extents), [extent.region for extent in extents]
+        if len(spans) < len(pieces):
+            try:
+                return await self._agent.register(spans)
+            except (StateError, TransferError) as error:  # StateError: some of a span is registered already
+                _log.info("%d regions are registered instead of %d: %s", len(pieces), len(spans), error)
+        return await self._agent.register(pieces)
 
     def _moved(self, arena: HostArena, places: _Places) -> _Layout:
         source = places.source
