@@ -8,7 +8,7 @@ import torch
 
 from modelexpress_rl.errors import StateError
 from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
-from modelexpress_rl.inference.engines.torch.capture import Captured, CapturedCopy, capture
+from modelexpress_rl.inference.engines.torch.capture import Captured, CapturedCopy, Load, capture
 from modelexpress_rl.inference.engines.torch.dtypes import as_tensor
 from modelexpress_rl.inference.engines.torch.mapping import Expected, as_expected, named_tensors, writing
 from modelexpress_rl.reshard.needs import Need
@@ -19,14 +19,19 @@ Value = torch.Tensor | bool | int | float | complex
 class CaptureAdapter:
     """Runs `module.load_weights` once for each structure of published tensors, on a twin without memory."""
 
-    def __init__(self, module: torch.nn.Module, frozen: frozenset[str], aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, load: Load | None, frozen: frozenset[str], aliases: Mapping[str, str]
+    ) -> None:
         self._module = module
+        self._load = load
         self._frozen = frozen
         self._aliases = aliases
 
     def loader(self, published: Mapping[str, PublishedTensor]) -> CaptureLoader:
         """See `GeneratorEngineAdapter.loader`."""
-        captured = capture(self._module, published, frozen=self._frozen, aliases=self._aliases)
+        captured = capture(
+            self._module, published, load=self._load, frozen=self._frozen, aliases=self._aliases
+        )
         return CaptureLoader(self._module, captured)
 
 

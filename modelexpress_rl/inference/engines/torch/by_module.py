@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from modelexpress_rl.errors import ModelExpressError, StateError
 from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
+from modelexpress_rl.inference.engines.torch.capture import Load, load_weights
 from modelexpress_rl.inference.engines.torch.dtypes import as_tensor, torch_dtype
 from modelexpress_rl.inference.engines.torch.mapping import named_tensors, writing
 from modelexpress_rl.reshard.needs import Need
@@ -17,14 +18,15 @@ from modelexpress_rl.reshard.needs import Need
 class ModuleAdapter:
     """Hands every published tensor, whole, to `module.load_weights`."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, load: Load | None = None) -> None:
         self._module = module
+        self._load = load or load_weights
 
     def loader(self, published: Mapping[str, PublishedTensor]) -> ModuleLoader:
         """See `GeneratorEngineAdapter.loader`."""
         for name, tensor in published.items():
             torch_dtype(tensor.dtype, tensor=name)
-        return ModuleLoader(self._module, published)
+        return ModuleLoader(self._module, self._load, published)
 
 
 class ModuleLoader:
@@ -34,8 +36,9 @@ class ModuleLoader:
     an error. So is a parameter that it made an alias of the staged bytes: those are overwritten later.
     """
 
-    def __init__(self, module: torch.nn.Module, published: Mapping[str, PublishedTensor]) -> None:
+    def __init__(self, module: torch.nn.Module, load: Load, published: Mapping[str, PublishedTensor]) -> None:
         self._module = module
+        self._load = load
         self._needs = tuple(
             Need(name, tensor.dtype, (0,) * len(tensor.shape), tensor.shape)
             for name, tensor in sorted(published.items())
@@ -56,9 +59,8 @@ class ModuleLoader:
 
     def install(self, staged: Sequence[StagedTensor]) -> None:
         """See `WeightLoader.install`."""
-        load: Callable[[Iterable[tuple[str, torch.Tensor]]], object] = self._module.load_weights  # type: ignore[assignment]
         with writing(self._module.parameters()):
-            loaded = load(_named(staged))
+            loaded = self._load(self._module, _named(staged))
         if isinstance(loaded, (set, frozenset, list, tuple)):
             self._require_all(loaded)
         self._require_no_alias(staged)

@@ -11,6 +11,7 @@ from modelexpress_rl.inference.adapter import GeneratorEngineAdapter
 from modelexpress_rl.inference.engines.torch.by_capture import CaptureAdapter
 from modelexpress_rl.inference.engines.torch.by_module import ModuleAdapter
 from modelexpress_rl.inference.engines.torch.by_slices import PlainAdapter, SliceAdapter
+from modelexpress_rl.inference.engines.torch.capture import Load
 from modelexpress_rl.inference.engines.torch.mapping import TensorSlice
 
 
@@ -21,7 +22,8 @@ class TorchGeneratorContext:
       or transposed parameters. Every parameter must be filled, each element once.
     * By capture (where the module has a `load_weights` and there are no `slices`): the module's own
       `load_weights(iterable of (name, tensor))` runs once, on a twin without memory, and what it copies is
-      what this rank reads and installs. Every parameter must be filled.
+      what this rank reads and installs. Every parameter must be filled. `load_weights=function` asks
+      `function(module, iterable)` instead.
     * Plain (where there is none, or with `load_weights=False`): every parameter is the Hugging Face tensor
       of its own name, whole. A buffer is loaded where a tensor of its name is published. Of names that
       share one tensor (a tied head), one that is published is enough.
@@ -41,7 +43,7 @@ class TorchGeneratorContext:
         module: torch.nn.Module,
         *,
         slices: Sequence[TensorSlice] | None = None,
-        load_weights: bool | None = None,
+        load_weights: bool | Load | None = None,
         load_weights_whole: bool = False,
         frozen: Collection[str] = (),
         aliases: Mapping[str, str] | None = None,
@@ -52,7 +54,8 @@ class TorchGeneratorContext:
             raise UsageError("load_weights_whole: load_weights is False")
         if load_weights_whole and (frozen or aliases):
             raise UsageError("load_weights_whole: the module decides itself; frozen and aliases don't apply")
-        has_method = callable(getattr(module, "load_weights", None))
+        self.load = load_weights if callable(load_weights) else None
+        has_method = self.load is not None or callable(getattr(module, "load_weights", None))
         if (load_weights or load_weights_whole) and not has_method:
             raise UsageError(f"load_weights: {type(module).__name__} has no method of that name")
         self.module = module
@@ -71,7 +74,7 @@ class TorchGeneratorContext:
         if self.slices is not None:
             return SliceAdapter(self.module, self.slices, self.frozen, self.aliases)
         if self.load_weights_whole:
-            return ModuleAdapter(self.module)
+            return ModuleAdapter(self.module, self.load)
         if self.load_weights:
-            return CaptureAdapter(self.module, self.frozen, self.aliases)
+            return CaptureAdapter(self.module, self.load, self.frozen, self.aliases)
         return PlainAdapter(self.module, self.frozen, self.aliases)

@@ -2,6 +2,6 @@
 
 from modelexpress_rl.inference.engines.torch.capture.captured import Captured, CapturedCopy
 from modelexpress_rl.inference.engines.torch.capture.errors import CaptureRefused
-from modelexpress_rl.inference.engines.torch.capture.run import capture
+from modelexpress_rl.inference.engines.torch.capture.run import Load, capture, load_weights
 
-__all__ = ["CaptureRefused", "Captured", "CapturedCopy", "capture"]
+__all__ = ["CaptureRefused", "Captured", "CapturedCopy", "Load", "capture", "load_weights"]

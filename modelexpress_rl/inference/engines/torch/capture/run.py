@@ -22,6 +22,7 @@ from modelexpress_rl.inference.engines.torch.dtypes import torch_dtype
 
 _log = logging.getLogger(__name__)
 
+Load = Callable[[Any, Iterator[tuple[str, torch.Tensor]]], Any]
 Attributes = dict[tuple[str, str], torch.Tensor]
 
 
@@ -29,14 +30,16 @@ def capture(
     module: torch.nn.Module,
     published: Mapping[str, PublishedTensor],
     *,
+    load: Load | None = None,
     frozen: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> Captured:
     """Find out what `module.load_weights` does with tensors of these names, dtypes and shapes.
 
-    It runs once, on a twin of the module: nothing that it does reaches the module itself. It gets the
-    published tensors in the order of their names, and those of `aliases` under both of theirs. Every
-    parameter must be filled whole, but those in `frozen`, which are left as they are.
+    `load(module, weights)`, where given, is asked instead. It runs once, on a twin of the module: nothing
+    that it does reaches the module itself. It gets the published tensors in the order of their names, and
+    those of `aliases` under both of theirs. Every parameter must be filled whole, but those in `frozen`,
+    which are left as they are.
 
     Raises:
         CaptureRefused: it does something that no copy expresses; the message names tensor and operation.
@@ -49,7 +52,7 @@ def capture(
     recorder = Recorder()
     copy = twin(module, _Stands(recorder, module))
     before, live_before = _tensor_attributes(copy), _state(module)
-    loaded = _load(copy, published, aliases or {}, recorder)
+    loaded = _load(load or load_weights, copy, published, aliases or {}, recorder)
     _require_same(before, _tensor_attributes(copy))
     if _state(module) != live_before:
         raise StateError(f"load_weights of {type(module).__name__} changed the live module in a capture")
@@ -92,6 +95,7 @@ def _is_usual(tensor: torch.Tensor) -> bool:
 
 
 def _load(
+    load: Load,
     copy: torch.nn.Module,
     published: Mapping[str, PublishedTensor],
     aliases: Mapping[str, str],
@@ -128,8 +132,8 @@ def _load(
     return loaded
 
 
-def load(module: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> Any:
-    """Call `load_weights`, by position or, where it takes nothing so, by the name of its first argument.
+def load_weights(module: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> Any:
+    """Call the module's own `load_weights`, by position or, where it takes nothing so, by keyword.
 
     What it yields is collected.
     """
