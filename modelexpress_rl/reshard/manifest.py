@@ -90,29 +90,48 @@ def encode(manifest: Manifest, *, facts: Facts | None = None, max_bytes: int | N
         }
     )
     # Three texts begin a tensor, and three are a shard; nothing is done for each but to put them in place.
-    written = np.empty(3 * (tensors + shards), object)
+    written = np.empty(1 + 3 * (tensors + shards) + 1, object)
+    written[0], written[-1] = f'{top[:-1]}, "tensors": [', "]}]}" if tensors else "]}"
     before = np.cumsum(facts.shards) - facts.shards
-    at = 3 * (np.arange(tensors) + before)
+    at = 1 + 3 * (np.arange(tensors) + before)
+    names, kinds = _escaped(table.tensors.names), _texts_of_kinds(facts)
     written[at] = ']}, {"name": "'
     written[at[:1]] = '{"name": "'
-    written[at + 1] = _objects(_escaped(table.tensors.names))
-    written[at + 2] = _objects(_texts_of_kinds(facts))[facts.kind]
+    written[at + 1] = _objects(names)
+    written[at + 2] = _objects(kinds)[facts.kind]
     begins = np.zeros(shards, np.bool_)
     begins[before[facts.shards > 0]] = True
-    at = 3 * (np.arange(shards) + facts.tensor + 1)
-    written[at] = _texts_of_agent(manifest.agent_name, table.device_id[facts.order], begins)
+    at = 1 + 3 * (np.arange(shards) + facts.tensor + 1)
+    agents, agent = _texts_of_agent(manifest.agent_name, table.device_id[facts.order], begins)
+    boxes = _texts_of_boxes(facts)
+    written[at] = _objects(agents)[agent]
     written[at + 1] = _objects(list(map(str, table.addr[facts.order].tolist())))
-    written[at + 2] = _texts_of_shards(facts, table)
-    parts = [top[:-1], ', "tensors": [', *written.tolist(), "]}]}" if tensors else "]}"]
-    if max_bytes is not None and (size := sum(map(len, parts))) > max_bytes:
-        raise ManifestError(f"manifest: {size} bytes in version 1, at most {max_bytes} are accepted")
-    return "".join(parts).encode("ascii")
+    written[at + 2] = _objects(boxes)[facts.box]
+    longest = _longest(agents) + 20 + _longest(boxes)
+    if table.has_digest.any():
+        longest += _add_digests(written, at + 2, table, facts.order)
+    if max_bytes is not None:
+        size = (
+            len(written[0])
+            + len(written[-1])
+            + sum(map(len, names))
+            + tensors * (14 + _longest(kinds))
+            + shards * longest
+        )
+        # That is at least as much as it has, and costs less than counting.
+        if size > max_bytes and (size := sum(map(len, written.tolist()))) > max_bytes:
+            raise ManifestError(f"manifest: {size} bytes in version 1, at most {max_bytes} are accepted")
+    return "".join(written.tolist()).encode("ascii")
 
 
 def _objects(values: Sequence[str]) -> NDArray[np.object_]:
     column = np.empty(len(values), object)
     column[:] = values
     return column
+
+
+def _longest(texts: Sequence[str]) -> int:
+    return max(map(len, texts), default=0)
 
 
 def _escaped(names: Sequence[str]) -> Sequence[str]:
@@ -134,8 +153,8 @@ def _texts_of_kinds(facts: Facts) -> list[str]:
     ]
 
 
-def _texts_of_agent(agent_name: str, device_id: Int, begins: Bool) -> NDArray[np.object_]:
-    """What goes before each shard's address."""
+def _texts_of_agent(agent_name: str, device_id: Int, begins: Bool) -> tuple[list[str], Int]:
+    """What goes before a shard's address, and which of it before each."""
     if (device_id == device_id[:1]).all():  # as it mostly is
         devices, number = device_id[:1], np.zeros(len(device_id), np.int64)
     else:
@@ -145,25 +164,27 @@ def _texts_of_agent(agent_name: str, device_id: Int, begins: Bool) -> NDArray[np
         for device in devices.tolist()
         for comma in (", ", "")
     ]
-    found: NDArray[np.object_] = _objects(texts)[2 * number.reshape(-1) + begins]
-    return found
+    return texts, 2 * number.reshape(-1) + begins
 
 
-def _texts_of_shards(facts: Facts, table: ShardTable) -> NDArray[np.object_]:
-    """What goes after each shard's address."""
+def _texts_of_boxes(facts: Facts) -> list[str]:
+    """What goes after a shard's address."""
     skipped = (facts.width - facts.kind_rank[facts.box_kind]).tolist()
-    texts = [
+    return [
         f', "shard_offset": {offset[skip:]}, "shape": {shape[skip:]}}}'
         for skip, offset, shape in zip(
             skipped, facts.box_offset.tolist(), facts.box_shape.tolist(), strict=True
         )
     ]
-    found: NDArray[np.object_] = _objects(texts)[facts.box]
-    has = table.has_digest[facts.order]
-    if has.any():
-        digests = [f', "digest": "{row.tobytes().hex()}"}}' for row in table.digest[facts.order][has]]
-        found[has] = [text[:-1] + digest for text, digest in zip(found[has], digests, strict=True)]
-    return found
+
+
+def _add_digests(written: NDArray[np.object_], at: Int, table: ShardTable, order: Int) -> int:
+    """Write digests into the last text of each shard that has one; return by how much that grows."""
+    has = table.has_digest[order]
+    digests = [f', "digest": "{row.tobytes().hex()}"}}' for row in table.digest[order][has]]
+    ends = written[at[has]].tolist()
+    written[at[has]] = _objects([end[:-1] + digest for end, digest in zip(ends, digests, strict=True)])
+    return _longest(digests)
 
 
 def decode(data: bytes, *, max_bytes: int = MAX_MANIFEST_BYTES) -> Manifest:

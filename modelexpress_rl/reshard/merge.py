@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain
 from typing import NoReturn
 
 import numpy as np
@@ -118,11 +117,10 @@ def _joined(columns: Sequence[Int]) -> Int:
 def _join_tensors(manifests: Sequence[SourceManifest]) -> tuple[TensorTable, list[Int]]:
     """Number the tensors of all manifests; return them and, per manifest, its numbers for its own."""
     owns = [m.manifest.table.tensors for m in manifests]
-    index: defaultdict[str, int] = defaultdict(count().__next__)  # a name that is new gets the next number
+    index = _numbered(own.names for own in owns)
     tensor_of = [np.fromiter(map(index.__getitem__, own.names), np.int64, len(own)) for own in owns]
-    index.default_factory = None
-    codes: defaultdict[str, int] = defaultdict(count().__next__)
-    dtype = _joined([np.fromiter(map(codes.__getitem__, own.dtypes), np.int64, len(own)) for own in owns])
+    codes = _numbered(own.dtypes for own in owns)
+    dtype = _joined([_codes(own.dtypes, codes) for own in owns])
     width = max([1, *(own.width for own in owns)])
     full_shape = np.concatenate(
         [np.zeros((0, width), np.int64), *(widened(own.full_shape, width, 1) for own in owns)]
@@ -145,6 +143,18 @@ def _join_tensors(manifests: Sequence[SourceManifest]) -> tuple[TensorTable, lis
     if differs.any():
         _refuse_disagreement(joined, int(np.argmax(differs)), manifests, tensor_of)
     return joined, tensor_of
+
+
+def _numbered(columns: Iterable[Sequence[str]]) -> dict[str, int]:
+    """A number for each text, in the order of appearance."""
+    distinct = dict.fromkeys(chain.from_iterable(columns))
+    return dict(zip(distinct, range(len(distinct)), strict=True))
+
+
+def _codes(texts: Sequence[str], codes: Mapping[str, int]) -> Int:
+    if len(codes) == 1:
+        return np.zeros(len(texts), np.int64)
+    return np.fromiter(map(codes.__getitem__, texts), np.int64, len(texts))
 
 
 def _refuse_disagreement(

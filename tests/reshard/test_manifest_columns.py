@@ -49,6 +49,9 @@ def test_it_says_what_version_1_says(manifest: Manifest) -> None:
     assert version_1.encode(again) == document
     assert columns.encode(again) == data
     assert columns.encodings(manifest) == (document, data)
+    assert version_1.encode(manifest, max_bytes=len(document)) == document
+    with pytest.raises(ManifestError, match=f"{len(document)} bytes in version 1, at most"):
+        version_1.encode(manifest, max_bytes=len(document) - 1)
 
 
 def test_the_golden_manifest_survives_byte_for_byte() -> None:
