@@ -10,6 +10,7 @@ import textwrap
 import time
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 
@@ -157,6 +158,61 @@ async def test_a_forked_child_neither_uses_nor_ends_its_parents_agent() -> None:
         target[:] = 0
         await (await generator.post(prepared)).wait(soon())
         assert np.array_equal(target, source)
+
+
+async def test_one_peer_is_loaded_from_many_threads_at_once() -> None:
+    """UCX has crashed when it was; so all of NIXL is entered by the agent's one thread."""
+    source = noise(100_000)
+    async with (
+        await NixlAgent.create("trainer") as trainer,
+        await NixlAgent.create("generator", readable=False) as generator,
+    ):
+        await trainer.register([region(source)])
+        metadata = await trainer.metadata()
+        target = zeros(100_000)
+        await generator.register([region(target)])
+
+        async def load() -> None:
+            for _ in range(10):
+                await generator.forget_peer("trainer")
+                assert await generator.add_peer(metadata) == "trainer"
+
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(anyio.to_thread.run_sync, anyio.run, load)
+        await generator.add_peer(metadata)
+        prepared = await generator.prepare("trainer", runs(source, target, run_bytes=1000))
+        await (await generator.post(prepared)).wait(soon())
+        assert np.array_equal(target, source)
+
+
+async def test_waiting_for_a_read_backs_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that does not end is asked for about a thousand times a second; the window is what is measured."""
+    source, target = noise(1000), zeros(1000)
+    async with (
+        await NixlAgent.create("silent", readable=False) as silent,  # it makes no progress by itself
+        await NixlAgent.create("generator", readable=False) as generator,
+    ):
+        await silent.register([region(source)])
+        await generator.register([region(target)])
+        peer = await generator.add_peer(await silent.metadata())
+        prepared = await generator.prepare(peer, runs(source, target, run_bytes=100))
+        read = await generator.post(prepared)
+        polls, poll = 0, generator._core.poll
+
+        def count() -> float | None:
+            nonlocal polls
+            polls += 1
+            return poll()
+
+        monkeypatch.setattr(generator._driver, "_poll", count)
+        assert not await read.wait_settled(soon(0.3))
+        assert 10 < polls < 600
+        while not read.settled:
+            silent._driver.submit(silent._core.progress).result(5)
+            await anyio.sleep(0.001)
+        await read.wait(soon())
+    assert np.array_equal(target, source)
 
 
 @pytest.mark.heavy

@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 START_TIMEOUT_S = 60.0
-CLOSE_GRACE_S = 0.5
+# Over tcp a peer may abort where its reader goes with reads under way: let them end.
+CLOSE_GRACE_S = 3.0
 CLOSE_TIMEOUT_S = 10.0
 
 EXIT_TIMEOUT_S = 2.0
