@@ -187,7 +187,7 @@ async def test_one_peer_is_loaded_from_many_threads_at_once() -> None:
 
 
 async def test_waiting_for_a_read_backs_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that does not end is asked for about a thousand times a second; the window is what is measured."""
+    """A read that does not end is asked for a thousand times a second; the window is what is measured."""
     source, target = noise(1000), zeros(1000)
     async with (
         await NixlAgent.create("silent", readable=False) as silent,  # it makes no progress by itself
