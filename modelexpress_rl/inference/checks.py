@@ -77,27 +77,35 @@ class Checks:
                 group.start_soon(self._fetch_one, self._sources.of(source), pending, deadline)
 
     async def verify(self, chunk: Chunk, arena: Arena) -> Verified:
-        """Check what a read brought, off the event loop where it is big, and copy it out of scratch.
+        """Check what a read brought, off the event loop where it is big; copy it out of scratch beside that.
 
         Raises:
-            DigestMismatch: it is not what was published; the message names tensor, source and box.
+            DigestMismatch: it is not what was published; the message names tensor, source and box. What
+                was copied meanwhile counts as not there.
             ModelExpressError: the source's digests could not be had.
         """
+        if chunk.part is None:
+            return await self._verify(chunk, arena)
+        verified, failure = Verified(0, 0), None
+        async with anyio.create_task_group() as beside:
+            beside.start_soon(anyio.to_thread.run_sync, self._reads.copy_out, chunk, arena)
+            try:
+                verified = await self._verify(chunk, arena)
+            except ModelExpressError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return verified
+
+    async def _verify(self, chunk: Chunk, arena: Arena) -> Verified:
         pending = self._pending[chunk.source]
         await pending.enough_for(chunk)
-        check = partial(self._check, pending, chunk, arena)
-        if chunk.total_bytes < _INLINE_BYTES or (pending.verifier is None and chunk.part is None):
+        if pending.verifier is None:
+            return Verified(0, chunk.total_bytes)
+        check = partial(pending.verifier.verify, arena.memory, pending.digests, chunk.rows)
+        if chunk.total_bytes < _INLINE_BYTES:
             return check()
         return await run_quietly(check, self._threads)
-
-    def _check(self, pending: _Pending, chunk: Chunk, arena: Arena) -> Verified:
-        if pending.verifier is None:
-            found = Verified(0, chunk.total_bytes)
-        else:
-            found = pending.verifier.verify(arena.memory, pending.digests, chunk.rows)
-        if chunk.part is not None:
-            self._reads.copy_out(chunk, arena)
-        return found
 
     async def _fetch_one(self, fetched: Fetched, pending: _Pending, deadline: float) -> None:
         source, table = fetched.manifest.source, fetched.manifest.manifest.table

@@ -1,4 +1,4 @@
-"""Laying needs out as their sources lie, so that neighbours there are neighbours here and read as one run."""
+"""Laying needs out as their sources lie, where neighbours there then are neighbours here, read as one run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def in_source_order(needs: NeedTable, plan: Plan) -> tuple[NeedTable, Plan]:
     """The same needs and reads, in an arena whose order is that of the memory that is read.
 
     Needs stand in the order of (source, device, address) of their first pieces, each at a multiple of
-    `ALIGN_BYTES`; those that are empty come last.
+    `ALIGN_BYTES`; those that are empty come last. Where that makes runs no fewer, all stays as it is: that
+    is the order of publication, in which digests are made.
     """
     pieces = plan.pieces
     order = np.lexsort((pieces.remote_addr, pieces.device_id, pieces.source))
@@ -36,7 +37,10 @@ def in_source_order(needs: NeedTable, plan: Plan) -> tuple[NeedTable, Plan]:
     table = _sorted(replace(pieces, local_offset=local))
     arena_bytes = int((places + needs.size_bytes).max(initial=0))
     laid = replace(needs, local_offset=places.astype(np.uint64), arena_bytes=arena_bytes)
-    return laid, replace(plan, pieces=table)
+    moved_plan = replace(plan, pieces=table)
+    if moved_plan.descriptors >= plan.descriptors:
+        return needs, plan
+    return laid, moved_plan
 
 
 def _sorted(pieces: PieceTable) -> PieceTable:

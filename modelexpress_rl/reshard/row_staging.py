@@ -23,7 +23,7 @@ from modelexpress_rl.reshard.merge import Merged
 from modelexpress_rl.reshard.plan import PieceTable, Plan
 from modelexpress_rl.reshard.split import narrow
 
-SCRATCH_BYTES = 16 << 20  # of one part of the scratch region; bigger only for digests that need it
+SCRATCH_BYTES = 32 << 20  # of one part of the scratch region; bigger only where digests need it
 MAX_SCRATCH_BYTES = 256 << 20
 
 

@@ -19,7 +19,7 @@ from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan, SourceReads
 from modelexpress_rl.reshard.row_staging import SCRATCH_BYTES, Choice
 
-PARTS = 4
+PARTS = 2  # one is read while the other is checked and copied out; more only contend for the memory
 _ALIGN_BYTES = 64
 _PAGE_BYTES = mmap.PAGESIZE
 
@@ -53,20 +53,18 @@ class Copies:
         return len(self.source)
 
     def views(self, arena: Bytes, rows: range) -> list[tuple[Bytes, Bytes]]:
-        """(target, source) of some copies, as arrays over `arena` of as wide elements as fit."""
-        found = []
+        """(target, source) of some copies, as arrays of runs over `arena`."""
+        found: list[tuple[Bytes, Bytes]] = []
         for row in rows:
             axes = np.flatnonzero(self.count[row] > 1)
             count = self.count[row, axes].tolist()
             source, target = self.source_stride[row, axes].tolist(), self.target_stride[row, axes].tolist()
             run, places = int(self.run_bytes[row]), (int(self.source[row]), int(self.target[row]))
-            size = int(np.gcd.reduce([8, run, *places, *source, *target]))
-            dtype = np.dtype(f"u{size}")
-            shape = (*count, run // size)
+            dtype = np.dtype((np.void, run))  # a run is one element, and copied as such
             found.append(
                 (
-                    np.ndarray(shape, dtype, arena.data, places[1], (*target, size)),
-                    np.ndarray(shape, dtype, arena.data, places[0], (*source, size)),
+                    np.ndarray(count, dtype, arena.data, places[1], target),
+                    np.ndarray(count, dtype, arena.data, places[0], source),
                 )
             )
         return found
@@ -177,7 +175,7 @@ def _row_pieces(choice: Choice, merged: Merged) -> PieceTable:
 def _scratch(rows: PieceTable, needs: NeedTable) -> Scratch:
     part_bytes = _up(max(int(rows.size_bytes.max()), SCRATCH_BYTES), _PAGE_BYTES)
     total = int((-(-rows.size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES).sum())
-    parts = min(PARTS if part_bytes <= 2 * SCRATCH_BYTES else 2, -(-total // part_bytes) + 1)
+    parts = min(PARTS, -(-total // part_bytes))
     part_bytes = min(part_bytes, _up(total, _PAGE_BYTES))
     return Scratch(_up(needs.arena_bytes, _PAGE_BYTES), part_bytes, parts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NoReturn
 
@@ -27,7 +27,7 @@ from modelexpress_rl.reshard.merge import Merged
 from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan
 
-ASK_BYTES = 64 << 20  # what the first request for digests is about; each further one doubles, up to:
+ASK_BYTES = 16 << 20  # what the first request for digests is about; each further one doubles, up to:
 MAX_ASK_BYTES = 1 << 30
 
 
@@ -90,6 +90,7 @@ class Verifier:
     base: Int
     flat: _Flat
     strided: Bool
+    _slices: list[tuple[int, list[memoryview]]] = field(default_factory=list, repr=False)
 
     @classmethod
     def of(
@@ -174,16 +175,24 @@ class Verifier:
         owner, at = expand(flat.start[own], flat.start[own + 1] - flat.start[own])
         if not len(at):
             return
-        memory = arena.data
-        one = xxhash.xxh3_128_digest
-        found = b"".join(
-            [one(memory[a:b]) for a, b in zip(flat.begin[at].tolist(), flat.end[at].tolist(), strict=True)]
-        )
+        slices = self._flat_slices(arena)
+        first, last = int(at[0]), int(at[-1]) + 1
+        chosen = slices[first:last] if last - first == len(at) else [slices[i] for i in at.tolist()]
+        found = b"".join(map(xxhash.xxh3_128_digest, chosen))
         expected = digests[flat.digest[at]]
         if found != expected.tobytes():
             number = _first_difference(found, expected)
             piece = int(own[owner[number]])
             self._refuse(piece, int(at[number] - flat.start[piece]))
+
+    def _flat_slices(self, arena: Bytes) -> list[memoryview]:
+        """The flat parts as they lie in an arena; kept, for versions come to the same one again and again."""
+        addr = arena.ctypes.data
+        if not self._slices or self._slices[0][0] != addr:
+            memory, flat = arena.data, self.flat
+            made = [memory[a:b] for a, b in zip(flat.begin.tolist(), flat.end.tolist(), strict=True)]
+            self._slices[:] = [(addr, made)]
+        return self._slices[0][1]
 
     def _verify_strided(self, arena: Bytes, digests: Bytes, piece: int) -> None:
         parts = self.parts

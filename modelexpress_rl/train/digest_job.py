@@ -152,7 +152,9 @@ class DigestJob:
                 message names the tensor.
         """
         made = await self._ready()
-        for part in made.slabs_of(selection):
+        slabs = made.slabs_of(selection)
+        self._ask([part for part in slabs if not part.begun])  # before those that nobody waits for
+        for part in slabs:
             await part.wait()
         known, fresh = made.finer_of(selection)
         self._ask(fresh)

@@ -92,7 +92,7 @@ class _Places:
     def of(cls, source: _Layout, blocks: ColumnBlocks) -> _Places:
         in_blocks = packed(source.rows, blocks)
         rest = [row for number, row in enumerate(source.rows) if number not in in_blocks]
-        extents = extents_of(rest) if in_blocks else source.extents
+        extents = _in_order(extents_of(rest) if in_blocks else source.extents, rest)
         sizes = [extent.size_bytes for extent in extents]
         sizes += [each.box.size_bytes for each in in_blocks.values()]
         return cls(source, extents, in_blocks, ArenaLayout.of(sizes))
@@ -104,7 +104,11 @@ class _Places:
 
     def moved_to(self, arena: HostArena) -> _Boxes:
         """The boxes as they lie there."""
-        starts = [(extent.device_kind, extent.device_index, extent.addr) for extent in self.extents]
+        places = sorted(
+            (extent.device_kind, extent.device_index, extent.addr, offset)
+            for extent, offset in zip(self.extents, self.layout.offsets, strict=False)
+        )
+        starts = [place[:3] for place in places]
         of_packed = dict(zip(self.packed, self.layout.offsets[len(starts) :], strict=True))
         moved: list[SourceBox] = []
         for number, box in enumerate(self.source.rows):
@@ -114,7 +118,7 @@ class _Places:
             addr = arena.addr
             if box.size_bytes:
                 at = _last_at_most(starts, (box.device_kind, box.device_index, box.addr))
-                addr += self.layout.offsets[at] + box.addr - self.extents[at].addr
+                addr += places[at][3] + box.addr - places[at][2]
             moved.append(replace(box, addr=addr, device_kind="cpu", device_index=0, owner=arena))
         return tuple(moved)
 
@@ -363,6 +367,17 @@ def _any_memory(rows: _Boxes) -> Memory:
         return bytes_of(box.addr, box.size_bytes, box.device_kind, box.owner)
 
     return memory
+
+
+def _in_order(extents: tuple[Extent, ...], rows: Sequence[SourceBox]) -> tuple[Extent, ...]:
+    """Extents by the first box that lies in each, so that what is read together lies together."""
+    starts = [(extent.device_kind, extent.device_index, extent.addr) for extent in extents]
+    first: dict[int, int] = {}
+    for number, box in enumerate(rows):
+        if box.size_bytes:
+            at = _last_at_most(starts, (box.device_kind, box.device_index, box.addr))
+            first.setdefault(at, number)
+    return tuple(extents[at] for at in first)
 
 
 def _last_at_most(starts: list[Any], key: Any) -> int:

@@ -1,8 +1,10 @@
 """transfer: what resharding reads reach of raw NIXL reads of the same volume, case by case.
 
 Two processes on this machine. `gib_s` is needed bytes over the time from the first post to the last
-verified byte in its place; `over_raw` that over raw reads in runs of 32 MiB, taken just before and just
-after. `digest_share` is what of that time goes when neither end makes digests. Medians over the rounds.
+verified byte in its place; `over_raw` that over raw reads of as much of the same memory in runs of 32 MiB,
+taken just after. `digest_share` is what of that time goes where nothing is verified. The trainer has made
+its digests before it is read, as it has where readers don't come within milliseconds; with
+`over_raw_at_once` they do, and the trainer hashes beside them. Medians over the rounds.
 """
 
 from __future__ import annotations
@@ -11,25 +13,30 @@ import argparse
 import asyncio
 import contextlib
 import json
-import mmap
 import statistics
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from enum import Enum, auto
 from typing import Any
-
-import numpy as np
 
 from modelexpress_rl.control import AsyncModelExpressControlClient
 from modelexpress_rl.train.client import AsyncModelExpressTrainerClient
 from modelexpress_rl.train.config import ModelExpressTrainerConfig
 from modelexpress_rl.train.engines.plain import PlainBox, PlainTrainerContext
-from modelexpress_rl.transport.nixl import NixlAgent
-from modelexpress_rl.transport.port import Region
 from modelexpress_rl.version import WeightPayloadFormat, WeightVersionRef
 from tests.bench.refit import _server
 from tests.bench.result import Result, machine
 from tests.bench.transfer_cases import CASES, MORE_CASES, Case, case, held_values
+
+
+class Digests(Enum):
+    """When the trainer makes digests."""
+
+    MADE_BEFORE = auto()
+    AT_ONCE = auto()
+    NONE = auto()
+
 
 GOALS = {
     "over_raw": "at least 0.9 aligned and packed, 0.7 the others",
@@ -79,37 +86,42 @@ async def _measure(chosen: Case, mib: int, rounds: int) -> dict[str, float]:
         async with (
             await AsyncModelExpressTrainerClient.initialize(config) as trainer,
             AsyncModelExpressControlClient.connect(server) as control,
-            _raw_memory(mib << 20) as raw,
             _generator(server, chosen.name, mib) as ask,
         ):
-            await ask(raw)
-            seen: dict[bool, list[dict[str, float]]] = {True: [], False: []}
-            for number in range(2 * rounds + 2):
-                with_digests = number % 2 == 0
+            seen: dict[Digests, list[dict[str, float]]] = {kind: [] for kind in Digests}
+            kinds = list(Digests)
+            for number in range(len(kinds) * (rounds + 1)):
+                kind = kinds[number % len(kinds)]
                 for array, value in zip(held, held_values(tensors, number), strict=True):
                     array[...] = value
-                answer = await _version(trainer, control, ask, chosen, number, with_digests, rounds)
-                if number > 1:  # the first of each kind is cold
-                    seen[with_digests].append(answer)
+                compare = number >= len(kinds) * rounds
+                answer = await _version(
+                    trainer, control, ask, f"{chosen.name}-{number}", number, kind, compare
+                )
+                if number >= len(kinds):  # the first of each kind is cold
+                    seen[kind].append(answer)
     return _figures(seen)
 
 
-def _figures(seen: dict[bool, list[dict[str, float]]]) -> dict[str, float]:
-    def median(name: str, *, digests: bool = True) -> float:
-        return statistics.median(each[name] for each in seen[digests])
+def _figures(seen: dict[Digests, list[dict[str, float]]]) -> dict[str, float]:
+    usual = seen[Digests.MADE_BEFORE]
+
+    def median(name: str) -> float:
+        return statistics.median(each[name] for each in usual)
 
     over_raw = {
-        digests: statistics.median(each["raw_s"] / each["wire_transfer_s"] for each in seen[digests])
-        for digests in seen
+        kind: statistics.median(each["raw_s"] / each["wire_transfer_s"] for each in answers)
+        for kind, answers in seen.items()
     }
-    unverified = sum(each["unverified_bytes"] for each in seen[True])
+    unverified = sum(each["unverified_bytes"] for each in usual)
     assert unverified == 0, f"{unverified} bytes were not verified"
     return {
         "gib_s": median("needed") / median("wire_transfer_s") / 2**30,
-        "over_raw": over_raw[True],
+        "over_raw": over_raw[Digests.MADE_BEFORE],
         "raw_gib_s": median("needed") / median("raw_s") / 2**30,
         "amplification": median("amplification"),
-        "digest_share": max(0.0, 1 - over_raw[True] / over_raw[False]),
+        "digest_share": max(0.0, 1 - over_raw[Digests.MADE_BEFORE] / over_raw[Digests.NONE]),
+        "over_raw_at_once": over_raw[Digests.AT_ONCE],
         "descriptors": median("descriptors"),
         "staged_share": median("staged_bytes") / median("bytes"),
     }
@@ -119,36 +131,25 @@ async def _version(
     trainer: AsyncModelExpressTrainerClient,
     control: AsyncModelExpressControlClient,
     ask: Any,
-    chosen: Case,
-    number: int,
-    with_digests: bool,
-    rounds: int,
+    version: str,
+    step: int,
+    kind: Digests,
+    compare: bool,
 ) -> dict[str, float]:
-    trainer._runtime._method._stager._with_digests = with_digests  # type: ignore[attr-defined]
-    version = f"{chosen.name}-{number}"
+    trainer._runtime._method._stager._with_digests = kind is not Digests.NONE  # type: ignore[attr-defined]
     await control.create_weight_version(
-        chosen.name, version, WeightPayloadFormat.FULL_TENSOR, ["bench:0"], uid=version
+        trainer.model_name, version, WeightPayloadFormat.FULL_TENSOR, ["bench:0"], uid=version
     )
     staged = await trainer.stage_shard(WeightVersionRef(version))
+    if kind is Digests.MADE_BEFORE:
+        made = await staged._staged.data.digests._ready()  # type: ignore[attr-defined]
+        for part in made.slabs:
+            await part.wait()
     await staged.publish()
-    answer: dict[str, float] = await ask(
-        {"version": version, "step": number, "compare": number >= 2 * rounds}
-    )
+    answer: dict[str, float] = await ask({"version": version, "step": step, "compare": compare})
     await control.delete_weight_version(version)
     await staged.source_reuse_ready.wait()
     return answer
-
-
-@contextlib.asynccontextmanager
-async def _raw_memory(size_bytes: int) -> AsyncIterator[dict[str, Any]]:
-    pages = mmap.mmap(-1, size_bytes)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(pages, np.uint8)
-    memory[:] = 1
-    async with await NixlAgent.create(listen=False) as agent:
-        await agent.register([Region(memory.ctypes.data, size_bytes)])
-        meta = await agent.metadata()
-        yield {"meta": meta.hex(), "addr": memory.ctypes.data, "bytes": size_bytes}
 
 
 @contextlib.asynccontextmanager
@@ -169,8 +170,6 @@ async def _generator(server: str, name: str, mib: int) -> AsyncIterator[Any]:
 
     async def ask(message: dict[str, Any]) -> dict[str, Any]:
         process.stdin.write(json.dumps(message).encode() + b"\n")
-        if "meta" in message:
-            return {}
         answer: dict[str, Any] = json.loads(await process.stdout.readline())
         return answer
 

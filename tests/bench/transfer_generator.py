@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import mmap
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,16 +14,21 @@ from typing import Any
 import anyio
 import numpy as np
 
+from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
+from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard.needs import Need
+from modelexpress_rl.rpc import parse_address
+from modelexpress_rl.rpc.clients import ControlPlane, WorkerEndpoint
 from modelexpress_rl.transport.nixl import NixlAgent
-from modelexpress_rl.transport.port import ReadList, Region
+from modelexpress_rl.transport.port import PreparedRead, ReadList, Region
 from modelexpress_rl.version import WeightVersionRef
 from tests.bench.transfer_cases import Case, Tensor, case, needs, values
 
 RAW_RUN_BYTES = 32 << 20
+RAW_ROUNDS = 3  # the first makes connections
 
 
 class Engine:
@@ -60,32 +66,61 @@ class Engine:
 
 
 class Raw:
-    """Reads of big runs with nothing around them."""
+    """Reads of the very memory that a version lies in, in big runs, with nothing around them."""
 
-    def __init__(self, agent: NixlAgent, remote: dict[str, Any]) -> None:
+    def __init__(self, agent: NixlAgent, server: str, total_bytes: int) -> None:
         self._agent = agent
-        self._remote = remote
-        pages = mmap.mmap(-1, remote["bytes"])
+        self._server = server
+        self._total_bytes = total_bytes
+        pages = mmap.mmap(-1, total_bytes)
         pages.madvise(mmap.MADV_HUGEPAGE)
         self._memory = np.frombuffer(pages, np.uint8)
         self._memory[:] = 0
 
-    async def prepare(self, total_bytes: int) -> None:
-        """Read so many bytes from now on."""
-        await self._agent.register([Region(self._memory.ctypes.data, self._remote["bytes"])])
-        peer = await self._agent.add_peer(bytes.fromhex(self._remote["meta"]))
-        offsets = np.arange(0, total_bytes, RAW_RUN_BYTES, dtype=np.uint64)
-        sizes = np.minimum(np.uint64(RAW_RUN_BYTES), np.uint64(total_bytes) - offsets)
-        local = np.uint64(self._memory.ctypes.data) + offsets
-        reads = ReadList(np.uint64(self._remote["addr"]) + offsets, local, sizes)
-        self._prepared = await self._agent.prepare(peer, reads)
+    async def register(self) -> None:
+        """Make ready to read."""
+        await self._agent.register([Region(self._memory.ctypes.data, self._total_bytes)])
 
-    async def seconds(self) -> float:
+    async def prepared(self, version: str) -> PreparedRead:
+        """As many bytes of a version as are needed of it, in the order of their addresses."""
+        manifest = await _manifest(self._server, version)
+        order = np.argsort(manifest.table.addr)
+        addr, size = manifest.table.addr[order], manifest.table.size_bytes[order].astype(np.uint64)
+        fresh = np.append(True, addr[1:] != addr[:-1] + size[:-1])
+        first = np.flatnonzero(fresh)
+        addr, size = addr[first], np.add.reduceat(size, first)
+        runs, left = [], self._total_bytes
+        for begin, length in zip(addr.tolist(), size.tolist(), strict=True):
+            for at in range(0, length, RAW_RUN_BYTES):
+                run = min(RAW_RUN_BYTES, length - at, left)
+                runs += [(begin + at, run)] if run else []
+                left -= run
+        remote, sizes = np.array(runs, np.uint64).T.copy()
+        local = np.uint64(self._memory.ctypes.data) + np.cumsum(sizes) - sizes
+        peer = await self._agent.add_peer(manifest.agent_meta)
+        return await self._agent.prepare(peer, ReadList(remote, local, sizes))
+
+    async def seconds(self, prepared: PreparedRead) -> float:
         """One read."""
         started = time.perf_counter()
-        read = await self._agent.post(self._prepared)
+        read = await self._agent.post(prepared)
         await read.wait(anyio.current_time() + 60)
         return time.perf_counter() - started
+
+
+async def _manifest(server: str, version: str) -> manifests.Manifest:
+    async with ControlPlane.dial(server) as control:
+        listed = await control.list_weight_version_shards(
+            refit.ListWeightVersionShardsRequest(version_id=version)
+        )
+    (shard,) = listed.shards
+    async with WorkerEndpoint(parse_address(shard.manifest_endpoint)) as worker:
+        answer = await worker.get_weight_version_shard_manifest(
+            refit.GetWeightVersionShardManifestRequest(
+                version_id=version, source_slot_id=shard.source_slot_id
+            )
+        )
+    return manifests.decode(answer.manifest)
 
 
 async def main(server: str, name: str, mib: str) -> None:
@@ -98,17 +133,16 @@ async def main(server: str, name: str, mib: str) -> None:
         await AsyncModelExpressGeneratorClient.initialize(config) as client,
         await NixlAgent.create(readable=False) as agent,
     ):
-        raw = Raw(agent, await _read())
-        await raw.prepare(needed)
-        await raw.seconds()
+        raw = Raw(agent, server, needed)
+        await raw.register()
         while message := await _read():
-            before = await raw.seconds()
             staged = await client.stage_weight(WeightVersionRef(message["version"]))
             metrics = dict(staged.metrics)
-            after = await raw.seconds()
+            prepared = await raw.prepared(message["version"])
+            raw_s = [await raw.seconds(prepared) for _ in range(RAW_ROUNDS)]
             engine.step = message["step"] if message["compare"] else None
             await client.apply_weight(staged)
-            _write({**metrics, "raw_s": (before + after) / 2, "needed": needed})
+            _write({**metrics, "raw_s": statistics.median(raw_s[1:]), "needed": needed})
 
 
 async def _read() -> dict[str, Any]:

@@ -232,3 +232,15 @@ def test_rules_of_other_cuts_are_followed(whole: bool, monkeypatch: pytest.Monke
     for rule in (GridRule(), FINE, GridRule(64, 2, 64, 2)):
         check, arena = pulled(world, needs, rule, whole=whole)
         assert check.verify(arena).unverified_bytes == (0 if rule.coarse_parts == 8 else 16 * 96 * 2)
+
+
+def test_a_verifier_checks_the_arena_that_it_is_given() -> None:
+    world = one_tensor((64, 96), ((0, 0), (64, 96)), dtype="torch.uint8")
+    check, first = pulled(world, NeedTable.build([Need("t", "torch.uint8", (0, 0), (64, 96))]))
+    second = first.copy()
+    for good, bad in ((first, second), (second, first)):
+        bad[5] ^= 1
+        check.verify(good)
+        with pytest.raises(DigestMismatch):
+            check.verify(bad)
+        bad[5] ^= 1

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -157,3 +158,23 @@ async def test_after_the_end_of_the_publication_everybody_is_told(
         await ask(lambda job=job: job.answer(select(SLABS, 0)))
         await ask(job.table)
     assert failures == ["the publication has ended"] * 6
+
+
+async def test_what_somebody_waits_for_is_hashed_first(
+    lent: Lent, start: Callable[[DigestJob], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashing, "UNIT_BYTES", 1)  # a tensor each
+    job = lent.job()
+    seen: list[int] = []
+    look = lent.memory
+
+    def memory(row: int) -> Bytes:
+        seen.append(row)
+        return look(row)
+
+    monkeypatch.setattr(job._source, "memory", memory)
+    async with anyio.create_task_group() as group:
+        group.start_soon(job.answer, select(SLABS, 3))
+        await anyio.lowlevel.checkpoint()
+        start(job)
+    assert 3 in seen[:2]  # the first may have been under way

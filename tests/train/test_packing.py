@@ -131,3 +131,17 @@ async def test_the_same_tensors_are_laid_out_once() -> None:
     again = await stager.copy(boxes, "v2", 5.0, record)
     assert again.manifest is first.manifest
     await stager.aclose()
+
+
+async def test_a_copy_lies_in_the_order_of_publication() -> None:
+    """So that digests are made, and read, in the order in which the bytes are."""
+    whole = np.arange(64 * 300, dtype=np.int32)
+    parts = [whole[n * 64 : (n + 1) * 64] for n in range(0, 300, 3)]  # nothing touches
+    boxes = boxes_of(*(PlainBox(f"t{n}", part) for n, part in enumerate(reversed(parts))))
+    stager = Stager(Hub().agent("trainer"))
+    staged = await stager.copy(boxes, "v1", 5.0, RefitTimings("trainer").begin("v1"))
+    table = manifests.decode(staged.manifest.data).table
+    assert np.diff(table.addr.astype(np.int64)).tolist() == [256] * 99
+    for row, part in enumerate(reversed(parts)):
+        assert bytes_at(int(table.addr[row]), 256).tobytes() == part.tobytes()
+    await stager.aclose()
