@@ -12,6 +12,7 @@ from modelexpress_rl.reshard.geometry import Bool, Int, UInt
 
 _HEAD = struct.Struct("<Bq")
 _WIDTHS = (0, 1, 2, 4, 8)
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def distinct_rows(rows: Int) -> tuple[Int, Int]:
@@ -21,12 +22,19 @@ def distinct_rows(rows: Int) -> tuple[Int, Int]:
     """
     if not len(rows):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    factors = np.cumprod(np.full(rows.shape[1], 0x9E3779B97F4A7C15, np.uint64))
-    keys = (rows.astype(np.uint64) * factors).sum(axis=1)
-    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+    keys = np.zeros(len(rows), np.uint64)
+    for column in rows.T:
+        keys = (keys + column.astype(np.uint64)) * _FACTOR
+    order = np.argsort(keys)
+    ordered = keys[order]
+    fresh = np.ones(len(rows), np.bool_)
+    fresh[1:] = ordered[1:] != ordered[:-1]
+    first = order[fresh]
+    number = np.empty(len(rows), np.int64)
+    number[order] = np.cumsum(fresh) - 1
     if (rows[first][number] != rows).any():
         _, first, number = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return first.astype(np.int64), number.reshape(-1).astype(np.int64)
+    return first.astype(np.int64), number.reshape(-1)
 
 
 def packed(values: Int) -> bytes:
