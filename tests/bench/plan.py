@@ -97,6 +97,7 @@ def _measured(case: Case, rounds: int, peer_python: str | None) -> dict[str, flo
             figures |= _peer(peer_python, folder, "measure" if case.peer_plans else "merge")
         if "peer_plan_ms" in figures:
             figures["plan_ratio"] = figures["peer_plan_ms"] / figures["plan_ms"]
+            figures["plan_cpu_ratio"] = figures["peer_plan_cpu_ms"] / figures["plan_cpu_ms"]
         return figures
 
 

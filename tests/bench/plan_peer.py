@@ -42,9 +42,10 @@ def main() -> None:
             copies.append(
                 RecordedCopy(name, narrowed, str(number), 0, tuple(shape), stride, sources[name].dtype)
             )
-        started = time.perf_counter()
+        started, spent = time.perf_counter(), time.process_time()
         plan = transfer_plan.plan_transfer(CaptureResult(copies=copies), sources)
         figures["peer_plan_ms"] = (time.perf_counter() - started) * 1e3
+        figures["peer_plan_cpu_ms"] = (time.process_time() - spent) * 1e3
         if plan.fallback or plan.converts or (plan.full_pulls and what == "segments"):
             raise SystemExit("0.7.0 planned some of it in another way than by segments")
         needed = sum(sources[copy.src_name].elsize * math.prod(copy.dest_shape) for copy in copies)
