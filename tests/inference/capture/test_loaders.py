@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from modelexpress_rl.inference.engines.torch import TorchGeneratorContext
 from tests.inference.capture.models import Engine, Parallel, Shape, checkpoint
 from tests.inference.capture.support import (
     Loads,
@@ -20,6 +21,8 @@ from tests.inference.capture.support import (
     needs_of,
     numbered,
     parameter,
+    published,
+    staged,
     values,
 )
 
@@ -328,6 +331,26 @@ def test_parameters_that_share_a_storage() -> None:
     module = Flat()
     installed(module, tensors, reference=Flat())
     assert module.flat.tolist() == list(range(1, 11))
+
+
+def test_parameters_that_need_gradients_or_inference_mode() -> None:
+    def load(self: Any, named: dict[str, torch.Tensor]) -> None:
+        self.p.copy_(named["w"].t())
+        self.scale.copy_(named["s"])
+
+    with torch.inference_mode():
+        inference = Loads(load, p=parameter(2, 3), scale=parameter())
+    trained = Loads(load, p=parameter(2, 3), scale=parameter())
+    trained.p.requires_grad_(True)
+    tensors = numbered(w=(3, 2), s=())
+    for module in (inference, trained):
+        loader = TorchGeneratorContext(module).create_adapter().loader(published(tensors))
+        boxes = [staged(need, tensors) for need in loader.needs]
+        for _ in range(2):
+            loader.check(boxes)
+            loader.install(boxes)
+        assert module.p.tolist() == [[1, 3, 5], [2, 4, 6]]
+        assert module.scale.item() == 7
 
 
 def test_an_empty_tensor_and_a_scalar() -> None:

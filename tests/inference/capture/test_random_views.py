@@ -76,6 +76,8 @@ def _step(draw: Any, shape: tuple[int, ...], *, copies: bool) -> Step:
             "pad",
             "expand",
             "unfold",
+            "pick",
+            "repeat",
         ]
         kinds += ["diagonal"]
     kind = draw(st.sampled_from(kinds))
@@ -109,6 +111,8 @@ def _step(draw: Any, shape: tuple[int, ...], *, copies: bool) -> Step:
         "pad": lambda t: torch.nn.functional.pad(t, (step, 1), value=9.0),
         "expand": lambda t: t.unsqueeze(0).expand(2, *t.shape),
         "unfold": lambda t: t.unfold(axis, min(2, t.shape[axis]), 1),
+        "pick": lambda t: t[[-1, 0, 0]],
+        "repeat": lambda t: t.repeat(2, *(1,) * (t.dim() - 1)),
         "diagonal": lambda t: t.diagonal(0, 0, 1) if t.dim() > 1 else t,
     }
     return steps[kind]

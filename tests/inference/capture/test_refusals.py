@@ -42,7 +42,7 @@ def _sets(name: str) -> Any:
         (lambda self, w: self.p.data.copy_((w + w.t().t())[:4]), "aten.add.Tensor on tensor 'w'"),
         (lambda self, w: self.p.copy_(w.float().contiguous().neg()), "aten.neg.default on tensor 'w'"),
         (lambda self, w: self.p.copy_(w.flip(0)), "aten.flip.default on tensor 'w'"),
-        (lambda self, w: self.p.copy_(w[torch.tensor([3, 2, 1, 0])]), "aten.index.Tensor on tensor 'w'"),
+        (lambda self, w: self.p.copy_(w[torch.eye(4, dtype=torch.long)][0]), "aten.index.Tensor on"),
         (lambda self, w: self.p.copy_(torch.empty_like(w)), "aten.empty_like.default on tensor 'w'"),
         (lambda self, w: w[0, 0].item(), "aten._local_scalar_dense.default reads values of tensor 'w'"),
         (lambda self, w: 1 if w.sum() > 0 else 2, "reads values of what was made of tensor 'w'"),
@@ -50,6 +50,9 @@ def _sets(name: str) -> Any:
         (lambda self, w: w.numpy(), "Tensor.numpy reads values of tensor 'w'"),
         (lambda self, w: w.data_ptr(), "Tensor.data_ptr reads values of tensor 'w'"),
         (lambda self, w: torch.equal(w, w), "aten.equal.default reads values of tensor 'w'"),
+        (lambda self, w: self.p.copy_(w[w > 3]), "aten.index.Tensor on tensor 'w' depends on its values"),
+        (lambda self, w: w.to(torch.complex64).conj(), "aten._conj.default on what was made of tensor 'w'"),
+        (lambda self, w: w[torch.arange(4) > 1], "aten.index.Tensor on tensor 'w' depends on"),
         (lambda self, w: w.nonzero(), "aten.nonzero.default on tensor 'w' depends on its values"),
         (lambda self, w: float(self.p[0, 0]), "reads values of parameter 'p'"),
         (lambda self, w: self.p.data.mul_(2), "aten.mul_.Tensor changes parameter 'p'"),
@@ -194,10 +197,10 @@ def test_parameters_that_are_no_ordinary_tensors_are_refused() -> None:
 LIVE: list[torch.nn.Module] = []
 
 
-def test_a_loader_that_marks_the_live_module_by_a_global_is_found_out() -> None:
+def test_a_loader_that_marks_a_live_parameter_by_a_global_is_found_out() -> None:
     def load(self: Any, named: dict[str, torch.Tensor]) -> None:
         self.p.data.copy_(named["w"])
-        LIVE[0].mark = 1  # type: ignore[assignment]
+        LIVE[0].p.mark = 1  # type: ignore[union-attr]
 
     LIVE[:] = [Loads(load, p=parameter(4))]
     with pytest.raises(StateError, match="changed the live module"):

@@ -138,6 +138,22 @@ def test_what_can_not_be_copied_is_shared() -> None:
     assert Closes.closed == closed
 
 
+def test_a_twin_of_a_module_that_closes_something_closes_nothing() -> None:
+    class Closing(torch.nn.Linear):
+        def __del__(self) -> None:
+            Closes.closed += 1
+
+    module = Closing(2, 2)
+    closed = Closes.closed
+    copy = twin(module, stand_in)
+    assert isinstance(copy, Closing)
+    assert (type(copy).__name__, copy.weight.is_meta) == ("Closing", True)
+    del copy
+    assert Closes.closed == closed
+    del module
+    assert Closes.closed == closed + 1
+
+
 def test_a_twin_does_not_keep_its_module_alive() -> None:
     module = torch.nn.Linear(2, 2)
     gone = weakref.ref(module)

@@ -27,11 +27,14 @@ from modelexpress_rl.inference.engines.torch.capture.operations import (
     ABOUT_MEMORY,
     CONSTANTS,
     COPIES,
+    LAZY,
     Kind,
     is_copy,
     joined_of,
     kind_of,
     made_of,
+    mapped,
+    tensors_in,
 )
 from modelexpress_rl.inference.engines.torch.capture.recorder import Recorder, part_of
 
@@ -61,6 +64,8 @@ class DispatchMode(TorchDispatchMode):
             return self._write(func, kind, args, kwargs, held)
         if not held:
             return self._made(func, args, kwargs)
+        if func in LAZY:
+            raise recorder.refuse(f"{kind.name} on {recorder.described(held[0][0])}")
         if kind.is_view or kind.turns_view:
             return func(*args, **kwargs)
         return self._new(func, kind, args, kwargs, held)
@@ -68,7 +73,7 @@ class DispatchMode(TorchDispatchMode):
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation on nothing that is published or of the module: it runs."""
         out = func(*args, **kwargs)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             if tensor.is_meta:
                 self._recorder.hold(tensor, self._recorder.new(tensor, made_of(func, args, kwargs, ())), None)
             elif not kind_of(func).is_view or func is aten.lift_fresh.default:
@@ -98,7 +103,7 @@ class DispatchMode(TorchDispatchMode):
             recorder.hold(out, recorder.new(out, made_of(func, args, kwargs, ())), device)
             return out
         if all(isinstance(content, StandIn) and not content.is_parameter for _, content in held):
-            args, kwargs = (_mapped(each, lambda t: self._values(t, kind.name)) for each in (args, kwargs))
+            args, kwargs = (mapped(each, lambda t: self._values(t, kind.name)) for each in (args, kwargs))
             return self._made(func, args, kwargs)
         names = tuple(dict.fromkeys(name for _, content in held for name in recorder.names(content)))
         if not kind.returns_tensors:
@@ -106,7 +111,7 @@ class DispatchMode(TorchDispatchMode):
             raise recorder.refuse(f"{kind.name} reads values of {described} to decide what to do")
         out = self._on_meta(func, kind, args, kwargs, held)
         joined = joined_of(func, args, kwargs, out)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             result = recorder.new(tensor, Computed(kind.name, names))
             if joined is not None:
                 result = self._laid_out(tensor, result, joined)
@@ -129,7 +134,7 @@ class DispatchMode(TorchDispatchMode):
         try:
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": "meta"}
-            return func(*_mapped(args, _meta), **_mapped(kwargs, _meta))
+            return func(*mapped(args, _meta), **mapped(kwargs, _meta))
         except NotImplementedError as error:
             described = self._recorder.described(held[0][0])
             raise self._recorder.refuse(f"{kind.name} on {described} depends on its values") from error
@@ -144,7 +149,7 @@ class DispatchMode(TorchDispatchMode):
                 copy = aten.copy_.default
                 self._write(copy, kind_of(copy), (target, source), {}, held)
             return None
-        found = _tensors([kwargs.get(w) if isinstance(w, str) else _at(args, w) for w in kind.written])
+        found = tensors_in([kwargs.get(w) if isinstance(w, str) else _at(args, w) for w in kind.written])
         for target in found:
             if recorder.content(target) is None and not recorder.is_made(target):
                 raise recorder.refuse(f"{kind.name} writes to a tensor that is not of the module")
@@ -208,11 +213,13 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if any(isinstance(each, torch.Tensor) and recorder.is_live(each) for each in args):
-            args = tuple(_mapped(each, recorder.swapped) for each in args)
+            args = tuple(mapped(each, recorder.swapped) for each in args)
         first = args[0] if isinstance(args[0], torch.Tensor) else None
         content = None if first is None else recorder.content(first)
         if content is None or first is None:
             return func(*args, **kwargs)
+        if func == _GET_ITEM:
+            return func(first, _with_memory(args[1]))
         if func in _ASKS_DEVICE:
             return _ASKS_DEVICE[func](recorder.device(first))
         if func == _SET_DATA and isinstance(content, StandIn):
@@ -235,6 +242,7 @@ class FunctionMode(TorchFunctionMode):
         target.detach().copy_(value)
 
 
+_GET_ITEM = torch.Tensor.__getitem__
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ASKS_DEVICE: Mapping[Any, Callable[[Any], Any]] = {
     torch.Tensor.device.__get__: lambda device: device,
@@ -253,13 +261,22 @@ _LEAVES_TORCH = {
 
 def _swapped(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
     """Arguments with stand-ins in place of live tensors, and the tensors among them."""
-    tensors = _tensors(args)
+    tensors = tensors_in(args)
     if kwargs:
-        tensors += _tensors(kwargs)
+        tensors += tensors_in(kwargs)
     if any(recorder.is_live(tensor) for tensor in tensors):
-        args, kwargs = _mapped(args, recorder.swapped), _mapped(kwargs, recorder.swapped)
-        tensors = _tensors(args) + _tensors(kwargs)
+        args, kwargs = mapped(args, recorder.swapped), mapped(kwargs, recorder.swapped)
+        tensors = tensors_in(args) + tensors_in(kwargs)
     return args, kwargs, tensors
+
+
+def _with_memory(index: Any) -> Any:
+    """An index whose lists are tensors: torch would put them beside the indexed one, without memory."""
+    if type(index) is tuple:
+        return tuple(_with_memory(each) for each in index)
+    if type(index) is list and all(type(each) is int for each in index):
+        return torch.tensor(index, dtype=torch.int64)
+    return index
 
 
 def _at(args: Sequence[Any], number: int) -> Any:
@@ -268,30 +285,3 @@ def _at(args: Sequence[Any], number: int) -> Any:
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta or not tensor.dim() else tensor.to("meta")
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value, in lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    found: list[torch.Tensor] = []
-    for each in value:
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif isinstance(each, (list, tuple, dict)):
-            found += _tensors(each)
-    return found
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(each, change) for each in value)
-    if type(value) is dict:
-        return {key: _mapped(each, change) for key, each in value.items()}
-    return value

@@ -167,16 +167,11 @@ def _require_same(before: Attributes, after: Attributes) -> None:
 
 
 def _state(module: torch.nn.Module) -> list[Any]:
-    """What must not change in the live module: its objects and attributes, and where its tensors lie."""
-    state: list[Any] = []
-    for path, each in module.named_modules():
-        everything = vars(each), each._parameters, each._buffers, each._modules
-        state += [(path, {key: id(value) for key, value in held.items()}) for held in everything]
-        for tensor in [*each._parameters.values(), *each._buffers.values()]:
-            if tensor is not None:
-                state.append({key: id(value) for key, value in vars(tensor).items()})
-                state.append((tensor.shape, tensor.stride(), tensor.dtype, key_of(tensor)))
-    return state
+    """What must not change in the live module, though its engine may be at work: parameters as they lie."""
+    return [
+        (name, id(tensor), key_of(tensor), tensor.dtype, tensor.shape, tensor.stride(), list(vars(tensor)))
+        for name, tensor in module.named_parameters(remove_duplicate=False)
+    ]
 
 
 def _report(module: torch.nn.Module, captured: Captured, took_s: float) -> None:

@@ -95,7 +95,7 @@ class _Copier:
         copy = self._stand_in(tensor)
         self._remember(tensor, copy)
         if copy is not tensor:
-            copy.__dict__.update({key: self.copied(each) for key, each in vars(tensor).items()})
+            self._attributes(tensor, copy)
         return copy
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
@@ -110,7 +110,7 @@ class _Copier:
             self._fill(old, new)
         copy.__defaults__ = self.copied(function.__defaults__)
         copy.__kwdefaults__ = self.copied(function.__kwdefaults__)
-        copy.__dict__.update({key: self.copied(each) for key, each in vars(function).items()})
+        self._attributes(function, copy)
         copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
         copy.__doc__ = function.__doc__
         return copy
@@ -144,7 +144,7 @@ class _Copier:
         if not isinstance(value, torch.nn.Module) and not _is_plain(kind):
             return value
         try:
-            copy = object.__new__(kind)
+            copy: Any = object.__new__(_quiet(kind))
         except TypeError:
             return value
         self._remember(value, copy)
@@ -153,26 +153,30 @@ class _Copier:
                 if hasattr(value, slot):
                     object.__setattr__(copy, slot, self.copied(getattr(value, slot)))
         if hasattr(value, "__dict__"):
-            copy.__dict__.update({key: self.copied(each) for key, each in vars(value).items()})
+            self._attributes(value, copy)
         return copy
+
+    def _attributes(self, value: Any, copy: Any) -> None:
+        own = dict(vars(value))  # at once: the engine may be at work meanwhile
+        copy.__dict__.update({key: self.copied(each) for key, each in own.items()})
 
     def _mapping(self, value: Any) -> Any:
         copy = type(value)(value.default_factory) if isinstance(value, defaultdict) else type(value)()
         self._remember(value, copy)
-        for key, each in value.items():
+        for key, each in list(value.items()):
             copy[self.copied(key)] = self.copied(each)
         return copy
 
     def _list(self, value: Any) -> Any:
         copy = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
         self._remember(value, copy)
-        copy.extend([self.copied(each) for each in value])
+        copy.extend([self.copied(each) for each in list(value)])
         return copy
 
     def _set(self, value: set[Any]) -> Any:
         copy: set[Any] = set()
         self._remember(value, copy)
-        copy.update([self.copied(each) for each in value])
+        copy.update([self.copied(each) for each in list(value)])
         return copy
 
     def _frozen(self, value: Any) -> Any:
@@ -204,6 +208,14 @@ def _is_plain(kind: type) -> bool:
         getattr(kind, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")
     )
     return not says_how and not hasattr(kind, "__del__")
+
+
+def _quiet(kind: type) -> type:
+    """The class itself, or one like it whose objects end without letting go of what is not theirs."""
+    if not hasattr(kind, "__del__"):
+        return kind
+    names = {"__del__": lambda self: None, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (kind,), names)
 
 
 def _slots(owner: type) -> tuple[str, ...]:
