@@ -61,15 +61,17 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_what_the_model_computes_that_was_published(name: str) -> None:
+def test_a_model_computes_what_the_model_computes_that_was_published(name: str, whole: bool) -> None:
     kind, options = MODELS[name]
     trained, model = made(kind, options, 1), made(kind, options, 2)
     tensors, wanted = checkpoint(trained), logits(trained)
     assert not torch.equal(logits(model), wanted)
     before = state(model)
     addresses = {n: p.data_ptr() for n, p in model.named_parameters()}
-    loader = HuggingFaceGeneratorContext(model).create_adapter().loader(published(tensors))
+    context = HuggingFaceGeneratorContext(model, load_weights_whole=whole)
+    loader = context.create_adapter().loader(published(tensors))
     boxes = [staged(need, tensors) for need in loader.needs]
     loader.check(boxes)
     assert state(model) == before
@@ -88,15 +90,11 @@ def test_experts_are_read_as_they_are_published_one_by_one() -> None:
     assert "model.layers.1.mlp.experts.gate_up_proj" in dict(model.named_parameters())
     adapter = HuggingFaceGeneratorContext(model).create_adapter()
     down = tensors.pop("model.layers.1.mlp.experts.11.down_proj.weight")
-    with pytest.raises(
-        GeometryError, match=r"down_proj' is \(12, 16, 8\), but 11 tensors .*'.* make"
-    ):
+    with pytest.raises(GeometryError, match=r"down_proj' is \(12, 16, 8\), but 11 tensors .*'.* make"):
         adapter.loader(published(tensors))
     tensors["model.layers.1.mlp.experts.11.down_proj.weight"] = down
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
-    with pytest.raises(
-        GeometryError, match=r"gate_up_proj': transformers can't make it of 23 tensors"
-    ):
+    with pytest.raises(GeometryError, match=r"gate_up_proj': transformers can't make it of 23 tensors"):
         adapter.loader(published(tensors))
     with pytest.raises(IncompleteVersionError, match=r"leaves 16 of 16 .*'model.norm.weight'"):
         adapter.loader(published({n: t for n, t in checkpoint(model).items() if n != "model.norm.weight"}))
