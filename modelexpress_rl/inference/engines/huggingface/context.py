@@ -16,8 +16,8 @@ class HuggingFaceGeneratorContext(TorchGeneratorContext):
 
     Tensors are published under the names of a checkpoint, also where the model itself keeps them
     otherwise: renamed, or with all experts of a layer in one parameter. Which goes where is what
-    `transformers` says for the model's class, captured once. A tied head needs one of its names. `frozen`
-    and `aliases` are as in `TorchGeneratorContext`.
+    `transformers` says for the model's class, captured once. A tied head needs one of its names.
+    `load_weights_whole`, `frozen` and `aliases` are as in `TorchGeneratorContext`.
 
     Raises:
         UsageError: `model` is none of `transformers`, or is quantized by it.
@@ -27,6 +27,7 @@ class HuggingFaceGeneratorContext(TorchGeneratorContext):
         self,
         model: torch.nn.Module,
         *,
+        load_weights_whole: bool = False,
         frozen: Collection[str] = (),
         aliases: Mapping[str, str] | None = None,
     ) -> None:
@@ -37,4 +38,10 @@ class HuggingFaceGeneratorContext(TorchGeneratorContext):
                 f"model: {type(model).__name__} is quantized by transformers: its parameters are computed, "
                 f"not copied, from published tensors"
             )
-        super().__init__(model, load_weights=load_checkpoint, frozen=frozen, aliases=aliases)
+        super().__init__(
+            model,
+            load_weights=load_checkpoint,
+            load_weights_whole=load_weights_whole,
+            frozen=frozen,
+            aliases=aliases,
+        )
