@@ -61,6 +61,7 @@ def _sets(name: str) -> Any:
         (lambda self, w: self.p.__setitem__(torch.tensor([0, 1]), w[:2]), "aten.index_put_.default changes"),
         (lambda self, w: w.mul_(2), "aten.mul_.Tensor changes tensor 'w'"),
         (lambda self, w: w.zero_(), "tensor 'w' is overwritten"),
+        (lambda self, w: torch.zeros(4, 6).t().clone().copy_(w.t()), "written to a strided tensor"),
         (lambda self, w: self.p.copy_(self.q), "parameter 'p' gets a copy of parameter 'q'"),
         (lambda self, w: ELSEWHERE.copy_(w), "aten.copy_.default writes to a tensor that is not of"),
         (lambda self, w: ELSEWHERE[0].zero_(), "aten.zero_.default writes to a tensor that is not"),
@@ -178,6 +179,10 @@ def test_an_error_of_the_loader_names_the_tensor() -> None:
     module._load = lambda self, named: self.p.data.copy_(named["w"])
     with pytest.raises(GeometryError, match="failed at tensor 'w': RuntimeError"):
         capture(module, published(numbered(w=(5,))))
+    module.load_weights = lambda path, strict: None  # type: ignore[method-assign, assignment, misc]
+    with pytest.raises(GeometryError, match=r"before it took a tensor .load_weights=False"):
+        capture(module, published(numbered(w=(5,))))
+    del module.load_weights
     module._load = lambda self, named: named["nothing"]
     with pytest.raises(GeometryError, match="KeyError: 'nothing'"):
         capture(module, published(numbered(w=(4,))))

@@ -170,12 +170,12 @@ class Recorder:
         base = tensor._base if tensor._base is not None else tensor
         key = key_of(base)
         assert key is not None
-        under = self.new(base.to("meta").contiguous(), self.known(base))
+        if not base.is_contiguous() or base.storage_offset():
+            raise self.refuse("published values are written to a strided tensor that load_weights made")
+        under = self.new(base.to("meta"), self.known(base))
         storage = base.untyped_storage()
         self._kept.append(storage)
         stand_in = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
-        if not base.is_contiguous() or base.storage_offset():
-            raise refused("published values are written to a view of a tensor that the loader made")
         self._keep(stand_in, under, base.device)
         self._stand_in_of[key] = stand_in
         return self._geometry(stand_in, tensor)

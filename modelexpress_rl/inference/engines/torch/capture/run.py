@@ -122,7 +122,9 @@ def _load(
     except Exception as error:
         if recorder.refusal is not None:
             raise recorder.refusal from error
-        at = f"at tensor {given[-1]!r}" if given else "before it took a tensor"
+        at = "before it took a tensor (load_weights=False installs by the parameters' names)"
+        if given:
+            at = f"at tensor {given[-1]!r}"
         raise GeometryError(
             f"load_weights of {type(copy).__name__}, run on tensors without memory, failed {at}: "
             f"{type(error).__name__}: {error}"
