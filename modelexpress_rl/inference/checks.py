@@ -86,6 +86,10 @@ class Checks:
         """
         if chunk.part is None:
             return await self._verify(chunk, arena)
+        if chunk.total_bytes < _INLINE_BYTES:
+            verified = await self._verify(chunk, arena)
+            self._reads.copy_out(chunk, arena)
+            return verified
         verified, failure = Verified(0, 0), None
         async with anyio.create_task_group() as beside:
             beside.start_soon(anyio.to_thread.run_sync, self._reads.copy_out, chunk, arena)
