@@ -14,7 +14,9 @@ from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import DeadlineExceeded, FenceBroken, StateError, UsageError
 from modelexpress_rl.reshard import manifest as manifests
+from modelexpress_rl.reshard import manifest_columns
 from modelexpress_rl.reshard.digests import decode_digests
+from modelexpress_rl.rpc.endpoint import ACCEPT_MANIFEST_HEADER
 from modelexpress_rl.train.client import AsyncModelExpressTrainerClient, ModelExpressTrainerClient
 from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerStagingMode
 from modelexpress_rl.train.engines.plain import PlainBox, PlainTrainerContext
@@ -195,6 +197,20 @@ class TestPublishing:
             assert found.table.box(0) == ((2, 3), (2, 3))
             assert (shard.tensor_count, shard.total_bytes) == (1, 24)
             assert found.agent_name == f"trainer-{client.worker_id}-{socket.gethostname()}"
+
+    async def test_who_asks_for_columns_gets_them(self, job: Job) -> None:
+        async with await job.open(weights()) as client:
+            await job.orchestrator.create("v1")
+            await client.publish_version("v1")
+            found, shard = await job.manifest("v1")
+            async with rpc.WorkerEndpoint(rpc.parse_address(client.worker_endpoint)) as endpoint:
+                answer = await endpoint.get_weight_version_shard_manifest(
+                    refit.GetWeightVersionShardManifestRequest(version_id="v1", source_slot_id=SLOT),
+                    metadata={ACCEPT_MANIFEST_HEADER: manifest_columns.NAME},
+                )
+            assert manifest_columns.is_columnar(answer.manifest)
+            again = manifest_columns.decode_announced(answer.manifest, shard.manifest_digest)
+            assert manifests.encode(again) == manifests.encode(found)
 
     async def test_digests_are_served_for_what_is_published(self, job: Job) -> None:
         tensors = weights()
