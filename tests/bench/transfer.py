@@ -47,8 +47,8 @@ GOALS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--mib", type=int, default=256, help="needed bytes of a case, in MiB (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="warm versions that are measured (%(default)s)")
+    parser.add_argument("--mib", type=int, default=512, help="needed bytes of a case, in MiB (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="warm versions of each kind (%(default)s)")
     names = [each.name for each in (*CASES, *MORE_CASES)]
     parser.add_argument(
         "--cases", nargs="+", choices=names, default=[each.name for each in CASES], metavar="CASE",
