@@ -66,7 +66,7 @@ class CaptureLoader:
                 raise StateError("the staged tensors are not those that this loader asked for")
             boxes = [as_tensor(each).reshape(-1) for each in staged]
             self._copies = [
-                (_target(copy, tensors[copy.target.name]), _source(copy, boxes), copy.casts)
+                (target_of(copy, tensors[copy.target.name]), source_of(copy, boxes), copy.casts)
                 for copy in self.captured.copies
             ]
             self._staged, self._where = staged, where
@@ -87,7 +87,7 @@ class CaptureLoader:
                 target.copy_(source)
 
 
-def _target(copy: CapturedCopy, tensor: torch.Tensor) -> torch.Tensor:
+def target_of(copy: CapturedCopy, tensor: torch.Tensor) -> torch.Tensor:
     view = tensor.detach()
     if view.dtype != copy.target.dtype:
         view = view.view(copy.target.dtype)
@@ -99,7 +99,7 @@ def _target(copy: CapturedCopy, tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _source(copy: CapturedCopy, boxes: Sequence[torch.Tensor]) -> Value:
+def source_of(copy: CapturedCopy, boxes: Sequence[torch.Tensor]) -> Value:
     value = copy.value if copy.need is None else boxes[copy.need]
     assert value is not None
     if not isinstance(value, torch.Tensor):
