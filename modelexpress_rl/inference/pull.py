@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 
 from modelexpress_rl.clock import Clock
@@ -26,6 +27,7 @@ from modelexpress_rl.errors import (
     TransferTimeout,
     Unavailable,
 )
+from modelexpress_rl.inference.agreement import Agreement
 from modelexpress_rl.inference.checks import Checks
 from modelexpress_rl.inference.planning import PlannedVersion, ReadPlan
 from modelexpress_rl.inference.reads import ReadCache
@@ -129,13 +131,19 @@ class Pull:
         Raises:
             TransferError, TransferTimeout, DigestMismatch: the first failure, where no replica has what
                 is missing or no attempt is left; the message names worker, slot and tensor or peer.
+            GeometryError: replicas that were read differ; the message names the tensor and both.
         """
+        agreement = Agreement(self._planned, self._sources, self._fetcher)
         try:
-            return await self._rounds(deadline)
+            async with anyio.create_task_group() as beside:
+                result = await self._rounds(deadline, agreement, beside)
+                await agreement.require()
+                beside.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
+        return result
 
-    async def _rounds(self, deadline: float) -> PullResult:
+    async def _rounds(self, deadline: float, agreement: Agreement, beside: anyio.abc.TaskGroup) -> PullResult:
         reads = self._planned.reads
         verified, read_bytes, last_read_ms = Verified(0, 0), 0, 0
         for attempt in range(1, self._settings.max_attempts + 1):
@@ -149,6 +157,7 @@ class Pull:
                 arena=self.arena,
                 limits=self._limits(reads, deadline),
             )
+            agreement.ask(reads, beside, deadline)
             await current.run()
             verified += current.verified
             read_bytes += current.posted_bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
-from modelexpress_rl.errors import TransferTimeout
+from modelexpress_rl.errors import GeometryError, TransferTimeout
 from modelexpress_rl.inference import planning, round, sources
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from tests.inference.publisher import Publisher, create_version, whole
@@ -190,3 +190,39 @@ async def test_a_stage_that_reads_may_still_be_closed(world: World) -> None:
     for name in ("t0", "t1"):
         world.hub.resume(f"agent-{name}")
     await true_soon(lambda: client._parts.pool.quarantined_bytes == 0)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["both are read", "one takes over"])
+async def test_replicas_of_different_contents_are_not_mixed(
+    world: World, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """Each would pass against its own digests; the version would be neither's."""
+    await create_version(world.control, "v1", ["s0"])
+    for name in ("t0", "t1"):
+        held = many_weights()
+        held["parts.7"][0] += name == "t1"  # of another step, or another run
+        await (await world.trainer(name)).publish("v1", "s0", whole(held))
+    model = Many()
+    before = model.bytes()
+    client = await world.generator(model, max_in_flight_bytes=4096)
+    if dies:
+        monkeypatch.setattr(client._parts.planning._nearness, "distances", _only_the_first_is_near)
+        post, posts = client._parts.agent.post, 0
+
+        async def fail_the_fifth(prepared):  # type: ignore[no-untyped-def]
+            nonlocal posts
+            posts += 1
+            if posts == 5:
+                world.hub.fail_next(prepared.peer)
+            return await post(prepared)
+
+        monkeypatch.setattr(client._parts.agent, "post", fail_the_fifth)
+    told = r"tensor 'parts\.7': replicas of offset \(0,\) shape \(512,\) differ, worker 't0'.*worker 't1'"
+    with pytest.raises(GeometryError, match=told):
+        await client.stage_weight("v1")
+    assert model.bytes() == before
+    await world.no_lease("v1")
+
+
+def _only_the_first_is_near(fetched):  # type: ignore[no-untyped-def]
+    return {each.manifest.source: number for number, each in enumerate(fetched)}

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelexpress_rl.errors import GeometryError, ManifestError, StateError, UsageError
+from modelexpress_rl.errors import ManifestError, StateError, UsageError
 from modelexpress_rl.reshard import grid as grids
 from modelexpress_rl.reshard.digests import (
     DigestTable,
@@ -30,7 +30,6 @@ from modelexpress_rl.reshard.hashing import (
     is_answer,
 )
 from modelexpress_rl.reshard.memory import as_bytes, bytes_at
-from modelexpress_rl.reshard.replicas import refuse_disagreeing_replicas
 from tests.examples import many
 from tests.reshard.digested import FINE, digest_tables, memory_of, one_tensor
 
@@ -76,20 +75,6 @@ def test_digests_are_xxh3_of_bands_and_then_of_tiles() -> None:
     assert table.parts.tolist() == [[8, 2]]
     expected = [xxhash.xxh3_128_digest(tile.tobytes()) for tile in [*bands, *tiles]]
     assert table.digests.tobytes() == b"".join(expected)
-
-
-def test_replicas_that_differ_are_refused_before_anything_is_read() -> None:
-    world = one_tensor((64, 96), *[((0, 0), (64, 96))] * 3, dtype="torch.bfloat16")
-    digests = digest_tables(world)
-    refuse_disagreeing_replicas(world.merged(), digests)
-    world.buffers[2][5000] ^= 1
-    changed = digest_tables(world)
-    with pytest.raises(GeometryError, match=r"tensor 't': replicas of .* differ, worker 'w1'.* worker 'w2'"):
-        refuse_disagreeing_replicas(world.merged(), changed)
-    silent = {source: table for source, table in changed.items() if source.worker_id != "w2"}
-    refuse_disagreeing_replicas(world.merged(), silent)
-    otherwise = digest_tables(world, GridRule())[world.manifests[2].source]
-    refuse_disagreeing_replicas(world.merged(), {**silent, world.manifests[2].source: otherwise})
 
 
 def test_threads_change_nothing_and_wrong_memory_is_named() -> None:
