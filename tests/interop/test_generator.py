@@ -149,6 +149,21 @@ async def job(plane: Running, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> As
         await peer.acall("close")
 
 
+async def test_tensors_in_blocks_of_columns(job: Job) -> None:
+    """Each block is simply a shard of the manifest."""
+    blocks = {"down.weight": 3, "g*.weight": 2}
+    trainer = await job.trainer(staging_mode="COPY_TO_HOST", column_blocks=blocks)
+    await job.generator()
+    trainer.train(1)
+    await job.create("v1", trainer)
+    shard = await trainer.client.publish_version("v1")
+    table = manifests.decode(shard._staged.data.manifest.data).table  # type: ignore[attr-defined]
+    counts = {name: int((table.tensor == number).sum()) for number, name in enumerate(table.tensors.names)}
+    assert counts == {"gate.weight": 2, "up.weight": 1, "down.weight": 3, "down.bias": 1, "norm.weight": 1}
+    await job.refit("v1")
+    assert await job.peer.acall("holds") == engine_holds(1)
+
+
 @pytest.mark.parametrize("mode", [TrainerStagingMode.IN_PLACE, TrainerStagingMode.COPY_TO_HOST])
 async def test_versions_in_sequence_and_fences_that_wait_for_it(job: Job, mode: TrainerStagingMode) -> None:
     trainer = await job.trainer(staging_mode=mode)
