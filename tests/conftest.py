@@ -12,6 +12,8 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A virtual environment of its own has vLLM: `make test-vllm`.
+collect_ignore = [] if os.environ.get("MX_TEST_VLLM") else ["vllm"]
 NO_SKIP = os.environ.get("MX_TEST_NO_SKIP", "") not in ("", "0")
 
 
