@@ -37,6 +37,12 @@ class Agreement:
         self._asked: dict[Source, anyio.Event] = {}
         self._told: dict[Source, SlabDigests] = {}
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any box has several holders."""
+        merged = self._planned.merged
+        return len(merged.shards) > len(merged.box_start) - 1
+
     def ask(self, reads: ReadPlan, group: anyio.abc.TaskGroup, deadline: float) -> None:
         """Ask what these reads bring in common with those before, in `group`, while they run."""
         self._read_in |= dict.fromkeys(reads.plan.source_bytes, reads)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import anyio
-import anyio.abc
 import anyio.to_thread
 
 from modelexpress_rl.clock import Clock
@@ -135,15 +134,17 @@ class Pull:
         """
         agreement = Agreement(self._planned, self._sources, self._fetcher)
         try:
+            if not agreement.has_replicas:
+                return await self._rounds(deadline, lambda _: None)
             async with anyio.create_task_group() as beside:
-                result = await self._rounds(deadline, agreement, beside)
+                result = await self._rounds(deadline, lambda reads: agreement.ask(reads, beside, deadline))
                 await agreement.require()
                 beside.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
         return result
 
-    async def _rounds(self, deadline: float, agreement: Agreement, beside: anyio.abc.TaskGroup) -> PullResult:
+    async def _rounds(self, deadline: float, on_round: Callable[[ReadPlan], None]) -> PullResult:
         reads = self._planned.reads
         verified, read_bytes, last_read_ms = Verified(0, 0), 0, 0
         for attempt in range(1, self._settings.max_attempts + 1):
@@ -157,7 +158,7 @@ class Pull:
                 arena=self.arena,
                 limits=self._limits(reads, deadline),
             )
-            agreement.ask(reads, beside, deadline)
+            on_round(reads)
             await current.run()
             verified += current.verified
             read_bytes += current.posted_bytes
