@@ -42,6 +42,7 @@ from statemachines.ids import WorkerId
 Copied = list[tuple[Bytes, Bytes]]
 
 CHUNK_BYTES = 32 << 20
+CHUNK_PIECES = 2048  # the digests of so many small ones keep the GIL from others for a millisecond
 _SMALL_TABLE = 512  # shards; below this, planning takes less than handing it to a thread
 
 
@@ -298,6 +299,7 @@ def _chunks(made: Wire, reads: SourceReads) -> list[Chunk]:
     while begin < len(ends):
         limit = min(CHUNK_BYTES, max((int(ends[-1]) - done) // 4, CHUNK_BYTES // 4))
         end = max(int(np.searchsorted(ends, done + limit, side="right")), begin + 1)
+        end = min(end, begin + CHUNK_PIECES)
         first, last = reads.first + begin, reads.first + end
         key = _runs_key(plan.pieces, slice(first, last))
         chunks.append(Chunk(reads.source, first, last, int(ends[end - 1]) - done, key))

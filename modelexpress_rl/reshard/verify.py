@@ -27,7 +27,7 @@ from modelexpress_rl.reshard.merge import Merged
 from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan
 
-ASK_BYTES = 16 << 20  # what the first request for digests is about; each further one doubles, up to:
+ASK_BYTES = 32 << 20  # what the first request for digests is about; each further one doubles, up to:
 MAX_ASK_BYTES = 1 << 30
 
 

@@ -75,14 +75,14 @@ class _Made:
             _Part(partial(hasher.hash_slabs, unit, self.digests, stopped))
             for unit in range(len(hasher.units))
         ]
-        self.unit_of = np.repeat(np.arange(len(hasher.units)), [len(rows) for rows in hasher.units]).tolist()
+        self.unit_of = np.repeat(np.arange(len(hasher.units)), [len(rows) for rows in hasher.units])
         self.finer: dict[tuple[int, int], _Part] = {}
         self._stopped = stopped
 
     def slabs_of(self, selection: Selection) -> list[_Part]:
         """The slabs of every row of a selection; finer parts are checked against them."""
         rows = selection.first_row + np.flatnonzero(selection.wanted.any(axis=0))
-        return [self.slabs[unit] for unit in sorted({self.unit_of[row] for row in rows.tolist()})]
+        return [self.slabs[unit] for unit in np.unique(self.unit_of[rows]).tolist()]
 
     def finer_of(self, selection: Selection) -> tuple[list[_Part], list[_Part]]:
         """The parts that hold the finer levels of a selection: (asked for before, asked for first)."""
@@ -95,7 +95,7 @@ class _Made:
                 if (level, row) in self.finer:
                     known[self.finer[level, row]] = None
                 else:
-                    lacking.setdefault(self.unit_of[row], []).append(row)
+                    lacking.setdefault(int(self.unit_of[row]), []).append(row)
             for rows in lacking.values():
                 part = _Part(partial(self.hasher.hash_parts, level, rows, self.digests, self._stopped))
                 self.finer.update(((level, row), part) for row in rows)
