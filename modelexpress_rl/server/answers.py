@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
+import anyio
 import grpc
 import grpc.aio
 
@@ -35,16 +36,20 @@ def unary(
 ) -> Callable[[Any, Request, Any], Awaitable[Response]]:
     """A unary handler whose failures are answered in the words of whoever refused.
 
-    A fault of ours is INTERNAL without its details; they are in the log.
+    A fault of ours is INTERNAL without its details; they are in the log. The handler runs under its
+    caller's deadline, so that a store that is in trouble can say so before the caller gives up.
     """
 
     @functools.wraps(handler)
     async def answered(self: Any, request: Request, context: Context) -> Response:
         try:
-            return await handler(self, request, context)
+            with anyio.move_on_after(context.time_remaining()):
+                return await handler(self, request, context)
         except Exception as error:
             await _abort(error, handler.__name__, context)
             raise
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"{handler.__name__}: no answer in time")
+        raise AssertionError("unreachable: abort raises")
 
     return answered
 

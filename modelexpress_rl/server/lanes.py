@@ -8,6 +8,7 @@ and decided again, within a deadline.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -41,6 +42,7 @@ class _Waiting:
     answer: Answer | Exception | None = None
     abandoned: bool = False
     caller: Any = None
+    until_s: float = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +115,8 @@ class Lanes:
             Refused: it must not be carried out.
             StoreUnavailable: it could not be committed in time; it may still be.
         """
-        waiting = _Waiting(command, caller=tracing.here())
+        until_s = anyio.current_effective_deadline()
+        waiting = _Waiting(command, caller=tracing.here(), until_s=until_s)
         self._enter(uid, waiting)
         try:
             with anyio.move_on_after(self._timeout_s + 1):
@@ -171,11 +174,14 @@ class Lanes:
         self._observer.group_decided(len(group))
         stopping = StoreUnavailable("the server is stopping: the change may or may not have been made")
         answers: tuple[Answer | Exception, ...] = (stopping,) * len(group)
+        # Nor longer than somebody waits: a store in trouble then says so before the last of them gives up.
+        patience_s = max(one.until_s for one in group) - anyio.current_time()
+        timeout_s = max(0.0, min(self._timeout_s, patience_s))
         try:
-            with anyio.fail_after(self._timeout_s), _span(uid, group):
+            with anyio.fail_after(timeout_s), _span(uid, group):
                 answers, committed = await self._commit(uid, [one.command for one in group])
         except TimeoutError:
-            answers = (_too_slow(self._timeout_s),) * len(group)
+            answers = (_too_slow(timeout_s),) * len(group)
         except Exception as error:  # noqa: BLE001 - each caller gets it; the lane must go on
             answers = (error,) * len(group)
         finally:
@@ -232,4 +238,4 @@ def _span(uid: VersionId, group: list[_Waiting]) -> AbstractContextManager[Any]:
 
 
 def _too_slow(timeout_s: float) -> StoreUnavailable:
-    return StoreUnavailable(f"the store did not complete the change within {timeout_s:g} s")
+    return StoreUnavailable(f"the store did not complete the change within {timeout_s:.3g} s")

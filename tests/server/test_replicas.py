@@ -25,7 +25,7 @@ from statemachines.worker import WorkerRole
 from tests.server.api import READY, STAGING, Api, eventually, refused
 from tests.server.process import failed, serve
 from tests.store.records import spec
-from tests.store.redis_server import RedisServer
+from tests.store.redis_server import RedisServer, free_port
 
 pytestmark = pytest.mark.anyio
 
@@ -116,6 +116,34 @@ class TestWatches:
             await api.delete()
             with anyio.fail_after(10):
                 assert (await anext(statuses)).state == v1.VERSION_STATE_RELEASING
+
+
+class TestTrouble:
+    async def test_whoever_waits_for_little_is_told_what_is_wrong(self, start_redis: Start) -> None:
+        """Also a command of a version, which waits in a lane behind others that gave up."""
+        store = start_redis()
+        async with replicas(store.address, 1) as running, api_of(running[0].address) as api:
+            await api.create()
+            calls = (
+                lambda: api.control.GetServerInfo(v1.GetServerInfoRequest(), timeout=1.5),
+                lambda: api.control.ListWorkers(v1.ListWorkersRequest(), timeout=1.5),
+                lambda: api.control.EvictVersion(v1.EvictVersionRequest(version_id="v"), timeout=1.5),
+                lambda: api.control.EvictVersion(v1.EvictVersionRequest(version_id="v"), timeout=2.5),
+            )
+            store.client.replicaof("127.0.0.1", free_port())
+            for call in calls:
+                with pytest.raises(grpc.aio.AioRpcError, match="read-only replica") as refusal:
+                    await call()
+                assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+            store.client.replicaof("NO", "ONE")
+            store.send(signal.SIGSTOP)
+            try:
+                for call in calls:
+                    with pytest.raises(grpc.aio.AioRpcError, match="did not answer within") as refusal:
+                        await call()
+                    assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+            finally:
+                store.send(signal.SIGCONT)
 
 
 class TestExpiry:

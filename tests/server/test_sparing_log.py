@@ -33,6 +33,9 @@ async def test_every_call_is_answered_and_few_are_logged(
         pass
 
     class Context:
+        def time_remaining(self) -> None:
+            return None
+
         async def abort(self, code: grpc.StatusCode, details: str) -> None:
             raise Aborted(code, details)
 

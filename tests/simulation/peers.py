@@ -161,6 +161,9 @@ class _Context:
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         raise grpc.aio.AbortError(code.value[0], details)
 
+    def time_remaining(self) -> float | None:
+        return None
+
     def invocation_metadata(self) -> tuple[Any, ...]:
         return ()
 

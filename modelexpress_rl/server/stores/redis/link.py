@@ -8,6 +8,7 @@ lasts, becomes `StoreUnavailable` with what is wrong.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,13 +117,17 @@ class Link:
         self.calls += len(calls)
         now_s = anyio.current_time()
         left_s = anyio.current_effective_deadline() - now_s
-        until = now_s + min(PATIENCE_S, left_s - min(BEFORE_DEADLINE_S, left_s / 10))
+        told_by = now_s + left_s - min(BEFORE_DEADLINE_S, left_s / 10) if left_s < math.inf else math.inf
+        until = min(now_s + PATIENCE_S, told_by)
         attempt = 0
         while open_ := [one for one in asked if one.reply is None]:
             if attempt:
                 await self._pause(open_, attempt, until)
             attempt += 1
-            await self._attempt(open_)
+            with anyio.CancelScope(deadline=told_by) as attempting:
+                await self._attempt(open_)
+            if attempting.cancelled_caught:
+                raise self._unavailable(self._latest(open_, told_by - now_s), open_)
         if self._ailing:
             self._ailing = False
             _LOG.info("the store %s answers again", self.address.shown)
@@ -202,6 +207,10 @@ class Link:
         if not quick and anyio.current_time() + pause_s >= until:
             raise self._unavailable(troubles[0], open_)
         await anyio.sleep(pause_s)
+
+    def _latest(self, open_: Sequence[_Asking], waited_s: float) -> Trouble:
+        """What was wrong when an attempt was broken off: what the one before it met, or silence."""
+        return next((one.trouble for one in open_ if one.trouble is not None), trouble.silent(waited_s))
 
     def _unavailable(self, failure: Trouble, open_: Sequence[_Asking]) -> StoreUnavailable:
         node = next((one.node for one in open_ if one.trouble is failure), None)

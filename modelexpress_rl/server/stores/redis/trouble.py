@@ -105,7 +105,7 @@ def unreachable(error: BaseException) -> Trouble:
 
 def silent(waited_s: float) -> Trouble:
     """No reply came in time."""
-    words = f"did not answer within {waited_s:g} s: stopped, paused, cut off, or busy with something long"
+    words = f"did not answer within {waited_s:.3g} s: stopped, paused, cut off, or busy with something long"
     return Trouble(Cure.UNKNOWN, words)
 
 
