@@ -37,7 +37,7 @@ def heat_map(plans: Sequence[PlanSummary]) -> str:
         )
     cells = [_by_column(plan) for plan in plans]
     most = max((size for row in cells for size in row.values()), default=0)
-    width = LABEL_WIDTH + CELL_WIDTH * (len(columns) + 1) + 60
+    width = LABEL_WIDTH + CELL_WIDTH * (len(columns) + 1) + 160  # the last label leans to the right
     height = HEAD_HEIGHT + CELL_HEIGHT * (len(plans) + 1) + 40
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
