@@ -10,7 +10,7 @@ from modelexpress_rl.errors import UsageError
 from modelexpress_rl.reshard.explain import PlanSummary, clipped, size_text
 
 CELL_WIDTH, CELL_HEIGHT = 84, 30
-LABEL_WIDTH, HEAD_HEIGHT = 250, 190
+LABEL_WIDTH, HEAD_HEIGHT = 250, 230
 MAX_CELLS = 40_000
 _LIGHT, _DARK = (247, 251, 255), (8, 69, 148)
 
@@ -37,7 +37,7 @@ def heat_map(plans: Sequence[PlanSummary]) -> str:
         )
     cells = [_by_column(plan) for plan in plans]
     most = max((size for row in cells for size in row.values()), default=0)
-    width = LABEL_WIDTH + CELL_WIDTH * (len(columns) + 1) + 160  # the last label leans to the right
+    width = LABEL_WIDTH + CELL_WIDTH * (len(columns) + 1) + 180  # the last label leans to the right
     height = HEAD_HEIGHT + CELL_HEIGHT * (len(plans) + 1) + 40
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -82,7 +82,7 @@ def _title(plans: Sequence[PlanSummary], sources: int) -> str:
 def _head(number: int, column: _Column) -> str:
     x, y = LABEL_WIDTH + CELL_WIDTH * (number + 0.5), HEAD_HEIGHT - 10
     slot, worker = column
-    words = _escaped(f"{clipped(worker, 20)} / {clipped(slot, 20)}")
+    words = _escaped(f"{clipped(worker)} / {clipped(slot, 20)}")
     full = _escaped(f"worker {worker}, slot {slot}")
     return f'<g><title>{full}</title><text x="{x}" y="{y}" transform="rotate(-40 {x} {y})">{words}</text></g>'
 
