@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 from modelexpress_rl import tracing
+from modelexpress_rl.printable import printable
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -66,11 +67,19 @@ def configure(form: str, level: str, stream: TextIO | None = None) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people, with the fields behind it: `... [version_id=v7 worker_id=trainer-0]`."""
+    """A line for people, with the fields behind it: `... [version_id=v7 worker_id=trainer-0]`.
+
+    An id with a line break or an escape makes no line of its own, and none that a terminal obeys.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """The message in one line; what was raised follows in its own."""
+        record.message = printable(record.message)
+        return super().formatMessage(record)
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        fields = " ".join(f"{name}={printable(str(value))}" for name, value in _fields(record).items())
         if not fields:
             return text
         first, newline, rest = text.partition("\n")

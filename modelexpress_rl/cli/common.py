@@ -48,8 +48,13 @@ def timeout_s(options: argparse.Namespace) -> float:
 
 def console() -> Console:
     """Where to print: as wide as the terminal, and without breaking lines for a pipe."""
-    plain = _Console(highlight=False)
-    return plain if plain.is_terminal else _Console(highlight=False, width=PIPE_WIDTH)
+    plain = _console()
+    return plain if plain.is_terminal else _console(width=PIPE_WIDTH)
+
+
+def _console(width: int | None = None) -> Console:
+    """Without rich's own marks: an id may hold `[/b]` or `:smile:`, and is shown as it is."""
+    return _Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 class _Console(Console):

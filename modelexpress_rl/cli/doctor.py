@@ -11,6 +11,7 @@ from rich.text import Text
 
 from modelexpress_rl.cli import common, doctor_host, doctor_server
 from modelexpress_rl.cli.findings import Finding, Verdict
+from modelexpress_rl.printable import printable
 
 _MARKS = {
     Verdict.OK: ("ok  ", "green"),
@@ -55,7 +56,7 @@ def _print(console: Console, findings: list[Finding]) -> None:
     for finding in findings:
         mark, style = _MARKS[finding.verdict]
         line = Text(mark, style=style)
-        line.append(f" {finding.subject}: ", style="bold").append(finding.found, style="default")
+        line.append(f" {finding.subject}: ", style="bold").append(printable(finding.found), style="default")
         console.print(line, soft_wrap=True)
         if finding.advice:
             console.print(Text(f"       -> {finding.advice}"), soft_wrap=True)

@@ -45,30 +45,28 @@ def look_at_ports() -> list[Finding]:
         findings.append(warn("worker host", f"{host} is this host's own", advice))
     else:
         findings.append(ok("worker host", f"workers here are told to others as {host}"))
-    readers: tuple[tuple[str, Callable[[int], int]], ...] = (
-        ("MX_WORKER_GRPC_PORT", envs.worker_grpc_port),
-        ("MX_METADATA_PORT", envs.metadata_port),
+    readers: tuple[tuple[str, Callable[[int], int], str], ...] = (
+        ("MX_WORKER_GRPC_PORT", envs.worker_grpc_port, "the kernel chooses a free port"),
+        ("MX_METADATA_PORT", envs.metadata_port, "there is no NIXL metadata listener, and nobody needs one"),
     )
-    for name, read in readers:
+    for name, read, without in readers:
         try:
-            findings.append(_port(name, read(device_index)))
+            findings.append(_port(name, read(device_index), without))
         except UsageError as error:
             findings.append(fail(name, str(error), "set it as docs/configuration.md says"))
     return findings
 
 
-def _port(name: str, port: int) -> Finding:
+def _port(name: str, port: int, without: str) -> Finding:
     if not port:
-        return ok(name, "not set: the kernel chooses a free port")
+        return ok(name, f"not set: {without}")
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
     except OSError as error:
         why = "is taken by another process" if error.errno == errno.EADDRINUSE else str(error)
-        return fail(
-            name, f"port {port} {why}", f"unset {name}, so that a free one is chosen, or choose another"
-        )
+        return fail(name, f"port {port} {why}", f"unset {name} (then {without}), or choose another")
     return ok(name, f"port {port} is free")
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import anyio
 
+from modelexpress_rl.cli import show
 from modelexpress_rl.control import AsyncModelExpressControlClient
 from modelexpress_rl.errors import VersionGone
 from modelexpress_rl.rpc import NotFound
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**asdict(status), "state": status.state.value}))
     else:
-        print(status)
+        print(show.plain(status))
     return 0
 
 

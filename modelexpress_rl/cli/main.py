@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from modelexpress_rl.errors import ModelExpressError, Unavailable, UsageError
+from modelexpress_rl.printable import printable
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -90,7 +91,7 @@ def _ended(command: str, error: BaseException) -> int:
         return 0
     if not isinstance(first, ModelExpressError):
         raise error
-    print(f"mx-rl {command}: {first}", file=sys.stderr)
+    print(f"mx-rl {command}: {printable(str(first), lines=True)}", file=sys.stderr)
     if isinstance(first, UsageError):
         return EXIT_USAGE
     if isinstance(first, Unavailable) and command in _ASKING:

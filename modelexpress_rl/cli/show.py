@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from modelexpress_rl.printable import printable
 from modelexpress_rl.version import VersionState, VersionStatus, WorkerStatus
+
+T = TypeVar("T", VersionStatus, WorkerStatus)
 
 BAR = 16
 STYLES = {
@@ -19,6 +24,18 @@ STYLES = {
     VersionState.RETIRED: "dim",
     VersionState.FORGOTTEN: "dim",
 }
+
+
+def plain(told: T) -> T:
+    """What a server told, with every text as it may be printed; see `printable`."""
+    changes: dict[str, Any] = {}
+    for name in (field.name for field in fields(told)):
+        value = getattr(told, name)
+        if type(value) is str:
+            changes[name] = printable(value)
+        elif isinstance(value, tuple):
+            changes[name] = tuple(printable(one) for one in value)
+    return replace(told, **changes)
 
 
 def versions_table(versions: Iterable[VersionStatus], *, bars: bool = False, reasons: bool = True) -> Table:
@@ -34,7 +51,7 @@ def versions_table(versions: Iterable[VersionStatus], *, bars: bool = False, rea
     table.add_column("age", justify="right")
     if reasons:
         table.add_column("why", overflow="fold")
-    for status in versions:
+    for status in map(plain, versions):
         cells: list[str | Text] = [
             status.version_id,
             status.model_name,
@@ -56,7 +73,7 @@ def workers_table(workers: Iterable[WorkerStatus], now_unix_ms: int | None) -> T
         table.add_column(name, overflow="fold")
     table.add_column("for", justify="right")
     table.add_column("serves", overflow="fold")
-    for worker in workers:
+    for worker in map(plain, workers):
         left_ms = None if now_unix_ms is None else worker.expires_at_unix_ms - now_unix_ms
         table.add_row(
             worker.worker_id,

@@ -15,6 +15,7 @@ from modelexpress_rl.cli import common
 from modelexpress_rl.cli.top_frame import frame
 from modelexpress_rl.cli.top_snapshot import Rates, Snapshot, snapshot
 from modelexpress_rl.errors import TryAgainError, UsageError
+from modelexpress_rl.printable import printable
 from modelexpress_rl.rpc import ControlPlane
 from modelexpress_rl.version import VersionState
 
@@ -62,7 +63,7 @@ async def _top(options: argparse.Namespace) -> None:
                 except TryAgainError as error:
                     if last is None:
                         raise
-                    present, trouble = last, str(error)
+                    present, trouble = last, printable(str(error), lines=True)
                 _show(console, live if on_screen else None, options, present, last, trouble)
                 if options.once:
                     return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Group
@@ -20,6 +21,11 @@ LEAST_ROWS = 5
 
 def frame(present: Snapshot, rates: Rates | None, room: int | None = None) -> Group:
     """Everything, in at most `room` lines where that is given: the newest versions are kept."""
+    present = replace(
+        present,
+        versions=tuple(map(show.plain, present.versions)),
+        workers=tuple(map(show.plain, present.workers)),
+    )
     fleet = _fleet_rows(present)
     versions: Sequence[VersionStatus] = present.versions
     hidden = 0

@@ -103,7 +103,7 @@ class _Lines:
         if self._as_json:
             print(common.dump(common.version_json(status)), flush=True)
         else:
-            self._console.print(_line(status), soft_wrap=True)
+            self._console.print(_line(show.plain(status)), soft_wrap=True)
         self.reached = self.reached or status.state is self._until
 
 

@@ -38,6 +38,8 @@ async def test_all_is_well(plane: Plane) -> None:
         assert found[subject]["verdict"] == "ok"
     assert found[f"store of {plane.address}"]["verdict"] == "warn"  # in memory only
     assert found["MX_METADATA_PORT"]["verdict"] == "ok"
+    assert "the kernel chooses" in found["MX_WORKER_GRPC_PORT"]["found"]
+    assert "there is no NIXL metadata listener" in found["MX_METADATA_PORT"]["found"]
 
 
 async def test_text(plane: Plane) -> None:

@@ -16,6 +16,7 @@ from modelexpress_rl.cli.top_snapshot import Rates, Snapshot
 from modelexpress_rl.version import VersionState, VersionStatus
 from tests.cli.conftest import Plane
 from tests.cli.running import BOUND_S, mx_rl, mx_rl_process
+from tests.server.api import GENERATOR
 
 pytestmark = pytest.mark.anyio
 
@@ -149,6 +150,40 @@ class TestTop:
         assert Rates.between(before, after) == Rates(changes=1.0, ready=0.5, slots=2.5)
         assert Rates.between(None, after) is None
         assert Rates.between(after, after) is None
+
+
+class TestOddNames:
+    """An id may hold any character: rich's marks, what a terminal obeys, and line breaks."""
+
+    NAMES = ("[/b]", ":smile:", "\x1b[31mred", "a\nb", "\x9bm", "\u202egnp.exe")
+    SHOWN = ("[/b]", ":smile:", r"\x1b[31mred", r"a\nb", r"\x9bm", r"\u202egnp.exe")
+
+    @pytest.fixture
+    async def odd(self, plane: Plane) -> Plane:
+        for name in self.NAMES:
+            await plane.api.create(name, model=name, slots=[name])
+            await plane.api.register(name, GENERATOR, model=name, ttl_s=600)
+        return plane
+
+    @pytest.mark.parametrize("words", [("versions",), ("workers",), ("top", "--once")])
+    async def test_they_are_shown_and_not_obeyed(self, odd: Plane, words: tuple[str, ...]) -> None:
+        done = await mx_rl(*words, "--server", odd.address)
+        assert (done.status, done.err) == (0, "")
+        rows = [line.split() for line in done.out.splitlines() if line.split()]
+        for shown in self.SHOWN:
+            assert any(row[0] == shown for row in rows), shown
+        assert all(line.isprintable() for line in done.out.splitlines())
+
+    async def test_nor_when_watched_evicted_or_refused(self, odd: Plane) -> None:
+        for name, shown in zip(self.NAMES, self.SHOWN, strict=True):
+            done = await mx_rl("watch", name, "--until", "STAGING", "--server", odd.address)
+            assert f" {shown} STAGING " in done.out
+            assert done.out.count("\n") == 1
+            done = await mx_rl("evict", name, "--server", odd.address)
+            assert done.out.startswith(f"{shown} RETIRED")
+            assert done.out.count("\n") == 1
+        done = await mx_rl("evict", "\x1b[31mnone", "--server", odd.address)
+        assert "version \\x1b[31mnone is not known" in done.err
 
 
 class TestFailures:

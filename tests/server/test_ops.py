@@ -273,6 +273,13 @@ class TestLogs:
             logging.getLogger("x").info("hello", extra={"worker_id": "t1", "other": "no"})
         assert log.getvalue().endswith("INFO x: hello [version_id=v7 worker_id=t1]\n")
 
+    def test_an_id_forges_no_line(self, log: io.StringIO) -> None:
+        logs.configure("text", "info", log)
+        with logs.about(version_id="v\nERROR x: \x1b[31mforged"):
+            logging.getLogger("x").info("version %s: new", "v\rERROR x: forged")
+        (line,) = log.getvalue().splitlines()
+        assert line.isprintable()
+
     def test_ids(self) -> None:
         request = v1.RetractShardRequest(version_id="v", worker_id="w")
         assert ids_of(request) == {"version_id": "v", "worker_id": "w"}
