@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from modelexpress_rl.inference.client import ModelExpressGeneratorClient as ModelExpressGeneratorClient
     from modelexpress_rl.inference.config import ModelExpressGeneratorConfig as ModelExpressGeneratorConfig
     from modelexpress_rl.inference.engines.torch import TorchGeneratorContext as TorchGeneratorContext
+    from modelexpress_rl.inference.engines.vllm import VllmGeneratorContext as VllmGeneratorContext
     from modelexpress_rl.monitor import ReadinessMonitor as ReadinessMonitor
     from modelexpress_rl.monitor import VersionEvent as VersionEvent
     from modelexpress_rl.object_storage import ObjectStorageConfig as ObjectStorageConfig
@@ -49,6 +50,7 @@ _NAMES_OF_MODULE = {
     "inference.client": ("AsyncModelExpressGeneratorClient", "ModelExpressGeneratorClient"),
     "inference.config": ("ModelExpressGeneratorConfig",),
     "inference.engines.torch": ("TorchGeneratorContext",),
+    "inference.engines.vllm": ("VllmGeneratorContext",),
     "monitor": ("ReadinessMonitor", "VersionEvent"),
     "object_storage": (
         "ObjectStorageConfig",

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PROMPTS = ([5, 17, 301, 44, 9], [7] * 40, [int(number) for number in range(3, 80)])
-TOKENS = 16
+from tests.vllm.prompts import BLOCK, PROMPTS, TOKENS
 
 
 @contextlib.contextmanager
@@ -26,6 +25,7 @@ def engine(checkpoint: Path, backend: str | None = None, **options: Any) -> Iter
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=8,
+        block_size=BLOCK,
         **options,
     )
     try:

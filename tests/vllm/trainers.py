@@ -13,6 +13,7 @@ from modelexpress_rl import (
     ModelExpressTrainerConfig,
     WeightPayloadFormat,
     WeightVersionRef,
+    WeightVersionState,
 )
 from modelexpress_rl.train.engines.plain import PlainTrainerContext
 
@@ -45,6 +46,11 @@ class Trainer:
         )
         self._client.publish_version(WeightVersionRef(version.version_id))
         return version.version_id
+
+    def release(self, version_id: str) -> None:
+        """The version is not needed any more: its memory is free for the next."""
+        self._control.update_weight_version_state(version_id, WeightVersionState.RELEASING)
+        self._client.release_version(WeightVersionRef(version_id))
 
 
 @contextlib.contextmanager
