@@ -20,7 +20,7 @@ class Reload:
     """The layerwise reload of one model; its methods are called in the order in which they stand here.
 
     Raises:
-        UsageError: this vLLM has none of a kind that is known here.
+        UsageError: this vLLM has none of a kind that is known here, or runs compiled on a CPU.
     """
 
     def __init__(self, vllm_config: Any, model_config: Any) -> None:
@@ -46,6 +46,11 @@ class Reload:
         self._vllm_config = vllm_config
         self._model_config = model_config
         self._is_cpu = current_platform.is_cpu()
+        if self._is_cpu and int(vllm_config.compilation_config.mode or 0):
+            raise UsageError(
+                "compiled code for a CPU may keep the packed weights that it was made with: "
+                "start vLLM with enforce_eager=True (--enforce-eager)"
+            )
 
     @contextmanager
     def configured(self) -> Iterator[None]:
