@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -80,6 +81,7 @@ class Round:
         )
         self._moved = anyio.Event()
         self._progress: dict[Source, float] = {}
+        self._reading: dict[Source, list[anyio.CancelScope]] = {}
         self._reads: list[Read] = []
         self._open: dict[Source, list[anyio.CancelScope]] = {}
 
@@ -95,7 +97,6 @@ class Round:
         """
         async with anyio.create_task_group() as beside:
             beside.start_soon(self._checks.fetch, self._limits.deadline)
-            beside.start_soon(self._watch_for_stalls)
             async with anyio.create_task_group() as group:
                 for chunk in self._turns.staged:
                     group.start_soon(self._read_staged, chunk)
@@ -124,8 +125,6 @@ class Round:
         """
         free = await self._turns.turn(chunk)
         if free and chunk.source not in self.failures:
-            if not self._window.in_flight[chunk.source]:
-                self._progress[chunk.source] = anyio.current_time()
             self._window.post_also(chunk)
             read = await self._post(chunk)
             if read is not None:
@@ -145,7 +144,6 @@ class Round:
             return None
         self._reads.append(read)
         self.posted_bytes += chunk.total_bytes
-        self._progress.setdefault(chunk.source, anyio.current_time())
         return read
 
     async def _finish(self, chunk: Chunk, read: Read) -> None:
@@ -155,9 +153,7 @@ class Round:
             if source in self.failures:  # given up before this task began
                 scope.cancel()
             try:
-                await read.wait(self._limits.read_deadline)
-                self.last_read_ms = max(self.last_read_ms, self._clock.now_ms())
-                self._has_landed(chunk)
+                await self._landing(chunk, read, scope)
                 verified = await self._checks.verify(chunk, self._arena)
             except ModelExpressError as error:
                 self._fail(source, error)
@@ -168,13 +164,43 @@ class Round:
         scopes.remove(scope)
         if not scopes:
             del self._open[source]
+        if scope.cancelled_caught and source not in self.failures:
+            self._give_up(source, self._stalled(source))
         if scope.cancel_called and not read.settled:
             await _tell_abandoned(read)
 
-    def _has_landed(self, chunk: Chunk) -> None:
+    async def _landing(self, chunk: Chunk, read: Read, scope: anyio.CancelScope) -> None:
+        """Wait until a read has landed, in a scope that ends when its source stalls."""
+        source = chunk.source
+        reading = self._reading.setdefault(source, [])
+        if not reading:
+            self._progress[source] = anyio.current_time()
+        reading.append(scope)
+        self._allow_time(source)
+        try:
+            await read.wait(self._limits.read_deadline)
+        finally:
+            reading.remove(scope)
+        scope.deadline = math.inf
+        self.last_read_ms = max(self.last_read_ms, self._clock.now_ms())
         self._window.landed(chunk)
-        self._progress[chunk.source] = anyio.current_time()
+        self._progress[source] = anyio.current_time()
+        self._allow_time(source)
         self._tell_moved()
+
+    def _allow_time(self, source: Source) -> None:
+        for scope in self._reading[source]:
+            scope.deadline = self._progress[source] + self._allowed_s(source)
+
+    def _allowed_s(self, source: Source) -> float:
+        return self._limits.stall_timeout_s + self._window.in_flight[source] / MIN_BYTES_PER_S
+
+    def _stalled(self, source: Source) -> TransferTimeout:
+        return TransferTimeout(
+            f"nothing landed for {anyio.current_time() - self._progress[source]:.1f} s, with "
+            f"{self._window.in_flight[source]} bytes in flight; {self._allowed_s(source):.1f} s are allowed",
+            peer=source.agent_name,
+        )
 
     def _fail(self, source: Source, error: Exception) -> None:
         self.failures.setdefault(source, error)
@@ -189,26 +215,6 @@ class Round:
     def _tell_moved(self) -> None:
         self._moved.set()
         self._moved = anyio.Event()
-
-    async def _watch_for_stalls(self) -> None:
-        stall_s = self._limits.stall_timeout_s
-        while True:
-            now, due = anyio.current_time(), anyio.current_time() + stall_s
-            for source, in_flight in list(self._window.in_flight.items()):
-                if not in_flight or source not in self._progress:
-                    continue
-                allowed_s = stall_s + in_flight / MIN_BYTES_PER_S
-                ends = self._progress[source] + allowed_s
-                if ends > now:
-                    due = min(due, ends)
-                    continue
-                stalled = TransferTimeout(
-                    f"nothing landed for {now - self._progress[source]:.1f} s, with {in_flight} bytes in "
-                    f"flight; {allowed_s:.1f} s are allowed",
-                    peer=source.agent_name,
-                )
-                self._give_up(source, stalled)
-            await anyio.sleep_until(due)
 
 
 async def _tell_abandoned(read: Read) -> None:

@@ -162,7 +162,7 @@ async def test_a_dead_worker_s_manifest_is_not_waited_for_where_a_replica_has_it
     for each in trainers:
         each.answering = anyio.Event()
     model = Model()
-    client = await world.generator(model, lease_ttl_seconds=1)
+    client = await world.generator(model, lease_ttl_seconds=2)
     async with anyio.create_task_group() as group:
 
         async def refit() -> None:

@@ -202,8 +202,8 @@ async def test_a_lost_lease_ends_the_pull(world: World) -> None:
 
 async def test_a_lease_is_renewed_for_as_long_as_the_pull_lasts(world: World) -> None:
     model = Model()
-    client = await one_source(world, model, lease_ttl_seconds=1)
-    world.hub.delay("agent-t0", 1.5)
+    client = await one_source(world, model, lease_ttl_seconds=2)
+    world.hub.delay("agent-t0", 2.5)
     await client.apply_weight(await client.stage_weight("v1"))
     assert model.bytes() == as_bytes(weights(1))
 
@@ -211,7 +211,7 @@ async def test_a_lease_is_renewed_for_as_long_as_the_pull_lasts(world: World) ->
 async def test_a_source_that_is_no_longer_live_is_replaced(world: World) -> None:
     trainers = await replicas(world)
     model = Model()
-    client = await world.generator(model, lease_ttl_seconds=1)
+    client = await world.generator(model, lease_ttl_seconds=2)
     read_first = await chosen(world, client, trainers)
     world.hub.hold(read_first.agent.name)
     async with anyio.create_task_group() as group:
@@ -354,13 +354,17 @@ async def test_a_stage_may_be_cancelled_at_any_moment(world: World) -> None:
     model = Model()
     client = await one_source(world, model)
     before = model.bytes()
-    cancelled = 0
-    for moment in range(0, 200, 3):
+    cancelled = finished = 0
+    for moment in range(0, 5000, 3):
+        if finished >= 5:
+            break
         async with anyio.create_task_group() as group:
 
             async def stage() -> None:
+                nonlocal finished
                 handle = await client.stage_weight("v1")
                 await handle.release()
+                finished += 1
 
             group.start_soon(stage)
             for _ in range(moment):
