@@ -11,17 +11,29 @@ from tests.vllm.checkpoints import published, write
 from tests.vllm.engines import engine, greedy
 from tests.vllm.trainers import MODEL, trainer
 
-KINDS = ["llama", "qwen3", "qwen3-moe", "llama-tied", "qwen3-tied"]
+CASES = [
+    ("llama", 1),
+    ("llama-tied", 2),
+    ("qwen3", 1),
+    ("qwen3-tied", 1),
+    ("qwen3-moe", 1),
+    ("qwen3-moe", 2),
+]
 STEPS = 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_refitted_engine_answers_as_a_fresh_one(kind: str, tmp_path: Path, control_plane: str) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_a_refitted_engine_answers_as_a_fresh_one(
+    kind: str, ranks: int, tmp_path: Path, control_plane: str
+) -> None:
     steps = [write(tmp_path, kind, step) for step in range(STEPS + 1)]
-    with engine(steps[-1]) as fresh:
+    with engine(steps[-1], tensor_parallel_size=ranks) as fresh:
         expected = greedy(fresh)
     answers = []
-    with engine(steps[0], "modelexpress-rl") as llm, trainer(published(steps[0])) as source:
+    with (
+        engine(steps[0], "modelexpress-rl", tensor_parallel_size=ranks) as llm,
+        trainer(published(steps[0])) as source,
+    ):
         answers.append(greedy(llm))
         llm.init_weight_transfer_engine({"init_info": {"model_name": MODEL}})
         for number, step in enumerate(steps[1:], 1):
