@@ -38,19 +38,24 @@ def answers(url: str) -> list[list[int]]:
     return found
 
 
+def install(url: str, version_id: str) -> None:
+    """Have the server install a version, between two of its steps."""
+    post(f"{url}/pause?mode=keep")
+    post(f"{url}/start_weight_update")
+    post(f"{url}/update_weights", update_info={"version_id": version_id})
+    post(f"{url}/finish_weight_update", weight_version=version_id)
+    post(f"{url}/resume")
+    with urllib.request.urlopen(f"{url}/weight_info", timeout=TIMEOUT_S) as info:
+        assert json.load(info) == {"weight_version": version_id}
+
+
 def main(url: str, first: str, *steps: str) -> None:
     with trainer(published(Path(first))) as source:
         post(f"{url}/init_weight_transfer_engine", init_info={"model_name": MODEL})
         for number, step in enumerate((first, *steps)):
             version_id = source.publish(f"step-{number}", published(Path(step)))
-            post(f"{url}/pause?mode=keep")
-            post(f"{url}/start_weight_update")
-            post(f"{url}/update_weights", update_info={"version_id": version_id})
-            post(f"{url}/finish_weight_update", weight_version=version_id)
-            post(f"{url}/resume")
+            install(url, version_id)
             source.release(version_id)
-            with urllib.request.urlopen(f"{url}/weight_info", timeout=TIMEOUT_S) as info:
-                assert json.load(info) == {"weight_version": version_id}
             print(json.dumps(answers(url)), flush=True)
 
 
