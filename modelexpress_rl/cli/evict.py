@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 
 import anyio
 
-from modelexpress_rl.cli import show
+from modelexpress_rl.cli import common, show
 from modelexpress_rl.control import AsyncModelExpressControlClient
-from modelexpress_rl.errors import VersionGone
+from modelexpress_rl.errors import UsageError, VersionGone
 from modelexpress_rl.rpc import NotFound
 from modelexpress_rl.version import VersionState, VersionStatus
 
@@ -42,7 +43,10 @@ def run(options: argparse.Namespace) -> int:
         RpcError: the version is not known, or the control plane can't be reached.
         DeadlineExceeded: it was evicted, and is still read or published after `--wait`.
     """
-    status = anyio.run(_evict, options.version, options.server, options.wait, options.timeout)
+    if not 0 <= options.wait < math.inf:
+        raise UsageError(f"--wait must be 0 or more seconds, not {options.wait:g}")
+    timeout_s = common.timeout_s(options)
+    status = anyio.run(_evict, options.version, options.server, options.wait, timeout_s)
     if options.json:
         print(json.dumps({**asdict(status), "state": status.state.value}))
     else:

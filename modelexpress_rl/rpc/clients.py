@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from google.protobuf.message import Message
 
-from modelexpress_rl import envs
+from modelexpress_rl import arguments, envs
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import UsageError
@@ -79,8 +79,10 @@ class ControlPlane(Client):
         Nothing is connected before the first call.
 
         Raises:
-            UsageError: the address can't be read; the message names where it came from.
+            UsageError: the address can't be read; the message names where it came from. Or the timeout is
+                no positive number: with NaN a call would never end.
         """
+        rpc_timeout_s = arguments.seconds("rpc_timeout_s", rpc_timeout_s)
         text, what = (server_url, "server_url") if server_url else (envs.server_url(), envs.server_url_name())
         token_path = envs.auth_token_path()
         return cls(

@@ -13,6 +13,8 @@ import pytest
 
 from modelexpress_rl.cli import show
 from modelexpress_rl.cli.top_snapshot import Rates, Snapshot
+from modelexpress_rl.control import AsyncModelExpressControlClient
+from modelexpress_rl.errors import UsageError
 from modelexpress_rl.version import VersionState, VersionStatus
 from tests.cli.conftest import Plane
 from tests.cli.running import BOUND_S, mx_rl, mx_rl_process
@@ -187,6 +189,21 @@ class TestOddNames:
 
 
 class TestFailures:
+    @pytest.mark.parametrize(
+        "words",
+        [("--timeout", "nan"), ("--timeout", "-1"), ("--wait", "nan"), ("--wait", "inf"), ("--wait", "-1")],
+    )
+    async def test_an_eviction_waits_for_no_nonsense(self, plane: Plane, words: tuple[str, str]) -> None:
+        with anyio.fail_after(BOUND_S):
+            done = await mx_rl("evict", "v", "--server", plane.address, *words)
+        assert done.status == 2
+        assert f"{words[0]} must be" in done.err
+
+    @pytest.mark.parametrize("timeout_s", [float("nan"), 0, -1, "5"])
+    def test_nor_does_a_client(self, timeout_s: Any) -> None:
+        with pytest.raises(UsageError, match="rpc_timeout_s: expected a positive"):
+            AsyncModelExpressControlClient.connect("localhost:1", timeout_s)
+
     @pytest.mark.parametrize("command", ["versions", "workers", "top"])
     async def test_nobody_there(self, command: str) -> None:
         with socket.socket() as held:
