@@ -1,7 +1,7 @@
 """One of the ranks of a real FSDP2 trainer that refits a `vllm serve`, with RANK and WORLD_SIZE.
 
 `python -m tests.vllm.fsdp_rank URL FIRST FOLDER STEPS`: trains the model of the checkpoint FIRST, publishes
-after every step, and rank 0 drives the server and prints its answers. FOLDER gets the last step's checkpoint.
+after every step, and rank 0 drives the server and prints its answers. FOLDER gets each step's checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 def main(url: str, first: str, folder: str, steps: int) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    whole = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(first, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.model.layers:
@@ -82,11 +82,10 @@ def main(url: str, first: str, folder: str, steps: int) -> None:
                 control.update_weight_version_state(version_id, WeightVersionState.RELEASING)
             dist.barrier()
             client.release_version(WeightVersionRef(version_id))
-        full = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
-        if rank == 0:
-            whole.load_state_dict(full)
-            whole.to(torch.bfloat16).save_pretrained(folder)
-            print("written", flush=True)
+            full = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+            if rank == 0:
+                whole.load_state_dict(full)
+                whole.save_pretrained(f"{folder}/{step}")
     dist.destroy_process_group()
 
 

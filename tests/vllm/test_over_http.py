@@ -59,9 +59,9 @@ def test_five_steps_on_two_ranks(tmp_path: Path, control_plane: str) -> None:
 
 
 def test_five_steps_of_an_fsdp_trainer(tmp_path: Path, control_plane: str) -> None:
-    first, last = write(tmp_path, "qwen3", 0), tmp_path / "last"
+    first = write(tmp_path, "qwen3", 0)
     with serving(first, ranks=1) as url, contextlib.ExitStack() as stack:
-        command = [sys.executable, "-m", "tests.vllm.fsdp_rank", url, str(first), str(last), str(STEPS)]
+        command = [sys.executable, "-m", "tests.vllm.fsdp_rank", url, str(first), str(tmp_path), str(STEPS)]
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         leader, other = (
             stack.enter_context(running(command, {**rendezvous, "RANK": str(rank)})) for rank in (0, 1)
@@ -69,6 +69,7 @@ def test_five_steps_of_an_fsdp_trainer(tmp_path: Path, control_plane: str) -> No
         answers = [json.loads(leader.wait_for_line("[[", STEP_S)) for _ in range(STEPS)]
         for rank in (leader, other):
             assert rank.wait(STEP_S) == 0, rank.text
-    with engine(last) as fresh:
-        assert answers[-1] == greedy(fresh)
+    for step, answer in enumerate(answers, 1):
+        with engine(tmp_path / str(step)) as fresh:
+            assert answer == greedy(fresh), step
     assert len({json.dumps(answer) for answer in answers}) == STEPS
