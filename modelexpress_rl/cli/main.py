@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = cast(_Module, importlib.import_module(command.module))
             module.configure(subparser)
             subparser.set_defaults(run=module.run, words=words)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an id that the terminal can't show ends no command
+            stream.reconfigure(errors="backslashreplace")
     options = parser.parse_args(words)
     try:
         return cast(int, options.run(options))

@@ -165,21 +165,31 @@ def run(options: argparse.Namespace) -> int:
         if not 0 <= port <= 65_535:
             raise UsageError(f"{name} must be between 0 and 65535, not {port}")
     require_shared_store(options.workers, options.store)
-    settings = Settings(
-        drain_deadline_ms=options.drain_deadline,
-        retention_ms=options.retention,
-        max_lease_ttl_ms=options.max_lease_ttl,
-        keep_last=options.keep_last,
-        keep_last_for=dict(options.keep_last_for),
-        max_versions_per_model=options.max_versions_per_model,
-        max_shards_per_version=options.max_shards_per_version,
-        max_workers_per_model=options.max_workers_per_model,
-    )
+    settings = _settings(options)
     asked = security_of(options)
     if options.workers > 1:
         return supervise(options)
     anyio.run(_serve, options, settings, asked)
     return 0
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    try:
+        return Settings(
+            drain_deadline_ms=options.drain_deadline,
+            retention_ms=options.retention,
+            max_lease_ttl_ms=options.max_lease_ttl,
+            keep_last=options.keep_last,
+            keep_last_for=dict(options.keep_last_for),
+            max_versions_per_model=options.max_versions_per_model,
+            max_shards_per_version=options.max_shards_per_version,
+            max_workers_per_model=options.max_workers_per_model,
+        )
+    except UsageError as error:  # it names the setting; here that is an option
+        setting, _, fault = str(error).partition(" ")
+        option = setting.removesuffix("_ms").replace("_", "-")
+        unit = " (in milliseconds)" if setting.endswith("_ms") else ""
+        raise UsageError(f"--{option} {fault}{unit}") from error
 
 
 async def _serve(options: argparse.Namespace, settings: Settings, asked: ServerSecurity) -> None:

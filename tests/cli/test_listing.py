@@ -176,6 +176,13 @@ class TestOddNames:
             assert any(row[0] == shown for row in rows), shown
         assert all(line.isprintable() for line in done.out.splitlines())
 
+    async def test_where_the_terminal_knows_ascii_only(self, odd: Plane) -> None:
+        await odd.api.create("größe", model="größe", slots=["a"])
+        for words in (["versions"], ["versions", "--json"]):
+            command = [sys.executable, "-m", "modelexpress_rl.cli.main", *words, "--server", odd.address]
+            done = await anyio.run_process(command, check=False, env={"PYTHONIOENCODING": "ascii"})
+            assert (done.returncode, done.stderr) == (0, b"")
+
     async def test_nor_when_watched_evicted_or_refused(self, odd: Plane) -> None:
         for name, shown in zip(self.NAMES, self.SHOWN, strict=True):
             done = await mx_rl("watch", name, "--until", "STAGING", "--server", odd.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -85,18 +86,32 @@ class TestRefusals:
             status, _, err = await failed("--port", "0", "--store", store)
             assert (status, "in use by another server" in err) == (2, True)
 
+    async def test_what_is_no_store_is_left_alone(self, tmp_path: Path) -> None:
+        text, folder = tmp_path / "passwd", tmp_path / "folder"
+        text.write_text("root:x:0:0\n")
+        folder.mkdir()
+        for path, words in ((text, "not a database"), (folder, "not a regular file")):
+            status, _, err = await failed("--port", "0", "--store", f"sqlite:{path}")
+            assert (status, words in err) == (2, True)
+        assert sorted(os.listdir(tmp_path)) == ["folder", "passwd"]
+
     @pytest.mark.parametrize(
         ("options", "words"),
         [
             (["--store", "postgres:x"], "memory, sqlite:PATH or redis"),
             (["--store", "sqlite:/nowhere/at/all/store.db"], "No such file or directory"),
             (["--port", "70000"], "--port must be between"),
-            (["--keep-last", "-1"], "keep_last"),
-            (["--max-lease-ttl", "0s"], "max_lease_ttl_ms"),
+            (["--keep-last", "-1"], "--keep-last must be"),
+            (["--keep-last-for", "m=1", "--keep-last=-1"], "--keep-last must be"),
+            (["--max-lease-ttl", "0s"], "--max-lease-ttl must be"),
+            (
+                ["--drain-deadline=-5"],
+                "--drain-deadline must be between 0 and 2592000000 (30 days), not -5000",
+            ),
             (["--retention", "soon"], "'soon' is not a span"),
             (["--keep-last-for", "model"], "'model' is not MODEL=K"),
             (["--keep-last-for", "=3"], "'=3' is not MODEL=K"),
-            (["--max-workers-per-model", "0"], "max_workers_per_model"),
+            (["--max-workers-per-model", "0"], "--max-workers-per-model must be"),
         ],
     )
     async def test_options(self, options: list[str], words: str) -> None:

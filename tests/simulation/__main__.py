@@ -25,7 +25,7 @@ def main() -> int:
     )
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--seed", type=int, help="replay one seed, with its event log")
-    chosen.add_argument("--seeds", help="A:B, run the seeds from A to B - 1")
+    chosen.add_argument("--seeds", type=_seeds, metavar="A:B", help="run the seeds from A to B - 1")
     chosen.add_argument("--regenerate", action="store_true", help="write the transcripts anew")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes for --seeds")
     parser.add_argument("--bug", choices=sorted(BUGS), help="with this bug planted")
@@ -37,14 +37,20 @@ def main() -> int:
         return 0
     if arguments.seed is not None:
         return _replay(simulate(arguments.seed, bug=arguments.bug), only_digest=arguments.digest)
-    first, _, last = arguments.seeds.partition(":")
     failures = 0
-    for result in run_seeds(range(int(first), int(last)), arguments.jobs, arguments.bug):
+    for result in run_seeds(arguments.seeds, arguments.jobs, arguments.bug):
         if result.violation:
             failures += 1
             print(f"{result.verdict}\n  {command_of(result.seed)}", flush=True)
-    print(f"{failures} of {int(last) - int(first)} seeds failed")
+    print(f"{failures} of {len(arguments.seeds)} seeds failed")
     return failures > 0
+
+
+def _seeds(text: str) -> range:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B with A < B, such as 0:500")
+    return range(int(first), int(last))
 
 
 def _replay(result: Result, *, only_digest: bool) -> int:

@@ -12,6 +12,7 @@ import fcntl
 import os
 import queue
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ T = TypeVar("T")
 GROUP = 256
 BUSY_TIMEOUT_S = 2.0
 APPLICATION_ID = 0x4D58524C  # "MXRL"
+_MAGIC = b"SQLite format 3\0"
 SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE counters (one INTEGER PRIMARY KEY CHECK (one = 1), store_id TEXT NOT NULL,
@@ -62,6 +64,7 @@ class Database:
     """
 
     def __init__(self, path: str, source: Clock) -> None:
+        _require_store_file(path)
         self._lock_fd = _lock(path)
         try:
             self.connection = _connect(path)
@@ -253,6 +256,21 @@ def _unavailable(path: str, error: sqlite3.Error) -> StoreUnavailable:
     failure = StoreUnavailable(f"the store sqlite:{path} failed: {text}; nothing was changed")
     failure.__cause__ = error
     return failure
+
+
+def _require_store_file(path: str) -> None:
+    """Refuse what can't be a store, before a lock file is left beside it."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UsageError(f"the store sqlite:{path} can't be opened: it is not a regular file")
+        with open(path, "rb") as file:
+            begin = file.read(len(_MAGIC))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"the store sqlite:{path} can't be opened: {error.strerror}") from error
+    if begin and begin != _MAGIC:
+        raise UsageError(f"the store sqlite:{path} can't be opened: file is not a database of SQLite")
 
 
 def _lock(path: str) -> int:
