@@ -193,11 +193,15 @@ class Stager:
         """IN_PLACE: the boxes themselves are what is read."""
         layout = self.layout(boxes)
         with record.stage("setup_registration"):
-            lent = await self._registered(layout.extents)
-        with record.stage("transfer_planning"):
-            manifest = await self._manifest(0, layout)
+            loan = await self._borrowed(layout)
+        try:
+            with record.stage("transfer_planning"):
+                manifest = await self._manifest(0, layout)
+        except BaseException:
+            loan.release()
+            raise
         return StagedWeightVersionShardData(
-            manifest, buffer_owner=_Loan(lent, layout), digests=self._digests(layout, manifest)
+            manifest, buffer_owner=loan, digests=self._digests(layout, manifest)
         )
 
     async def copy(
@@ -236,17 +240,17 @@ class Stager:
         for one in lent:
             await self._agent.deregister(one.registration)
 
-    async def _registered(self, extents: tuple[Extent, ...]) -> _Lent:
+    async def _borrowed(self, layout: _Layout) -> _Loan:
+        """A loan of the layout's memory, counted at once: what is lent to nobody may be deregistered."""
         for one in self._lent:
-            if one.extents == extents:
-                return one
+            if one.extents == layout.extents:
+                return _Loan(one, layout)
         for one in [one for one in self._lent if not one.loans]:
             self._lent.remove(one)
             await self._agent.deregister(one.registration)
-        registration = await self._register(extents)
-        made = _Lent(extents, registration)
+        made = _Lent(layout.extents, await self._register(layout.extents))
         self._lent.append(made)
-        return made
+        return _Loan(made, layout)
 
     def _places_of(self, source: _Layout) -> _Places:
         if self._places is None or self._places.source is not source:

@@ -307,6 +307,22 @@ class TestMovedTensors:
                 assert await job.read(version) == bytes_of(tensors)
                 await within(5, staged.release())
 
+    async def test_versions_of_other_tensors_that_are_staged_at_once(self, job: Job) -> None:
+        """What one registers was deregistered by the other, before the first had lent it (seed 502)."""
+        tensors = {f"v{step}": {"a": np.full(5, step, np.float32)} for step in range(3)}
+        async with await job.open() as client:
+
+            async def publish(version: str) -> None:
+                await (await client.stage_shard(version, tensors=tensors[version])).publish()
+
+            for version in tensors:
+                await job.orchestrator.create(version)
+            async with anyio.create_task_group() as group:
+                for version in tensors:
+                    group.start_soon(publish, version)
+            for version, held in tensors.items():
+                assert await job.read(version) == bytes_of(held)
+
 
 class TestArenas:
     async def test_the_next_version_is_captured_while_one_is_read(self, job: Job) -> None:
