@@ -16,6 +16,7 @@ from typing import Any
 
 from modelexpress_rl import envs
 from modelexpress_rl.errors import UsageError
+from modelexpress_rl.reshard.document import read_document
 
 _log = logging.getLogger(__name__)
 
@@ -100,14 +101,7 @@ def decode_cost(data: bytes) -> TransportCost:
     Raises:
         UsageError: it is something else.
     """
-    if len(data) > MAX_FILE_BYTES:
-        raise UsageError(f"expected at most {MAX_FILE_BYTES} bytes")
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"it is no JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise UsageError(f"expected an object with format {FORMAT}")
+    document = read_document(data, format_number=FORMAT, max_bytes=MAX_FILE_BYTES)
     names = [each.name for each in fields(TransportCost)]
     if missing := [name for name in names if name not in document]:
         raise UsageError(f"it lacks {', '.join(missing)}")

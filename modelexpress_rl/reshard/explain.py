@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from modelexpress_rl.errors import UsageError
+from modelexpress_rl.reshard.document import read_document
 
 if TYPE_CHECKING:
     from modelexpress_rl.reshard.cost_plan import PlanCost
@@ -128,14 +129,7 @@ class PlanSummary:
         Raises:
             UsageError: it is something else; the message says what.
         """
-        if len(data) > MAX_DOCUMENT_BYTES:
-            raise UsageError(f"expected at most {MAX_DOCUMENT_BYTES} bytes")
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"it is no JSON: {error}") from error
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise UsageError(f"expected an object with format {FORMAT}")
+        document = read_document(data, format_number=FORMAT, max_bytes=MAX_DOCUMENT_BYTES)
         sources = document.get("sources")
         if not isinstance(sources, list) or not all(isinstance(each, dict) for each in sources):
             raise UsageError("sources: expected a list of objects")

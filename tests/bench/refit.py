@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anyio
@@ -22,6 +16,7 @@ from modelexpress_rl.train.client import AsyncModelExpressTrainerClient
 from modelexpress_rl.train.config import ModelExpressTrainerConfig
 from modelexpress_rl.train.engines.plain import PlainTrainerContext
 from modelexpress_rl.version import VersionState, WeightPayloadFormat, WeightVersionRef
+from tests.bench import peer
 from tests.bench.result import Result, machine, resident_bytes
 
 MODEL = "bench"
@@ -61,7 +56,7 @@ def run(arguments: argparse.Namespace) -> Result:
 
 
 async def _measure(model_bytes: int, rounds: int, *, with_raw: bool) -> dict[str, float]:
-    with _server() as server:
+    with peer.server() as server:
         weights = _weights(model_bytes)
         before = resident_bytes()
         config = ModelExpressTrainerConfig(
@@ -73,7 +68,10 @@ async def _measure(model_bytes: int, rounds: int, *, with_raw: bool) -> dict[str
         trainer = await AsyncModelExpressTrainerClient.initialize(config)
         try:
             await trainer.bind_tensors(weights)
-            async with AsyncModelExpressControlClient.connect(server) as control, _generator(server) as ask:
+            async with (
+                AsyncModelExpressControlClient.connect(server) as control,
+                peer.generator("tests.bench.refit_generator", server) as ask,
+            ):
                 await ask({"model_bytes": model_bytes})
                 figures = await _rounds(trainer, control, ask, weights, rounds, with_raw=with_raw)
         finally:
@@ -152,50 +150,3 @@ def _sample(weights: dict[str, torch.Tensor]) -> list[int]:
 def _peak_bytes() -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-
-
-@contextlib.contextmanager
-def _server() -> Iterator[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "modelexpress_rl.cli.main",
-        "serve",
-        "--port",
-        "0",
-        "--log-level",
-        "error",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split("listening on ")[1].split()[0]
-        finally:
-            process.terminate()
-
-
-@contextlib.asynccontextmanager
-async def _generator(server: str) -> AsyncIterator[Any]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.bench.refit_generator",
-        server,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-
-    async def ask(message: dict[str, Any]) -> dict[str, Any]:
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-        answer: dict[str, Any] = json.loads(await process.stdout.readline())
-        return answer
-
-    try:
-        yield ask
-    finally:
-        process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
-            await asyncio.wait_for(process.wait(), 20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -13,16 +12,13 @@ import anyio
 import numpy as np
 import torch
 
-from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
 from modelexpress_rl.inference.engines.torch import TorchGeneratorContext
-from modelexpress_rl.reshard import manifest as manifests
-from modelexpress_rl.rpc import parse_address
-from modelexpress_rl.rpc.clients import ControlPlane, WorkerEndpoint
 from modelexpress_rl.transport.nixl import NixlAgent
 from modelexpress_rl.transport.port import ReadList, Region
 from modelexpress_rl.version import WeightVersionRef
+from tests.bench.peer import manifest_of, read, write
 from tests.bench.refit import MODEL, _weights
 from tests.bench.result import resident_bytes
 
@@ -45,7 +41,7 @@ class Module(torch.nn.Module):
 
 async def main(server: str) -> None:
     """Answer until the input ends."""
-    first = await _read()
+    first = await read()
     model_bytes = first["model_bytes"]
     module = Module(model_bytes)
     before = resident_bytes()
@@ -53,8 +49,8 @@ async def main(server: str) -> None:
         engine_context=TorchGeneratorContext(module), model_name=MODEL, server_url=server
     )
     async with await AsyncModelExpressGeneratorClient.initialize(config) as client:
-        _write({"ready": True})
-        while message := await _read():
+        write({"ready": True})
+        while message := await read():
             started = time.monotonic()
             staged = await client.stage_weight(WeightVersionRef(message["version"]))
             staged_at = time.monotonic()
@@ -69,23 +65,12 @@ async def main(server: str) -> None:
             assert found == message["expect"], f"expected {message['expect']}, found {found}"
             if message["raw"]:
                 answer["raw_gib_s"] = await _raw(server, message["version"], model_bytes)
-            _write(answer)
+            write(answer)
 
 
 async def _raw(server: str, version: str, model_bytes: int) -> float:
     """Read the very same buffers with nothing around the reads: one run per tensor, one peer."""
-    async with ControlPlane.dial(server) as control:
-        listed = await control.list_weight_version_shards(
-            refit.ListWeightVersionShardsRequest(version_id=version)
-        )
-    (shard,) = listed.shards
-    async with WorkerEndpoint(parse_address(shard.manifest_endpoint)) as worker:
-        answer = await worker.get_weight_version_shard_manifest(
-            refit.GetWeightVersionShardManifestRequest(
-                version_id=version, source_slot_id=shard.source_slot_id
-            )
-        )
-    manifest = manifests.decode(answer.manifest)
+    manifest = await manifest_of(server, version)
     remote = np.sort(manifest.table.addr)
     size_bytes = np.full(len(remote), model_bytes // len(remote), np.uint64)
     target = np.empty(model_bytes, np.uint8)
@@ -105,16 +90,6 @@ async def _raw(server: str, version: str, model_bytes: int) -> float:
         return statistics.median(speeds[1:])
     finally:
         await agent.aclose()
-
-
-async def _read() -> dict[str, Any]:
-    line = await asyncio.to_thread(sys.stdin.readline)
-    message: dict[str, Any] = json.loads(line) if line else {}
-    return message
-
-
-def _write(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

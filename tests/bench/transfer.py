@@ -11,12 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import statistics
-import subprocess
-import sys
-from collections.abc import AsyncIterator
 from enum import Enum, auto
 from typing import Any
 
@@ -25,7 +20,7 @@ from modelexpress_rl.train.client import AsyncModelExpressTrainerClient
 from modelexpress_rl.train.config import ModelExpressTrainerConfig
 from modelexpress_rl.train.engines.plain import PlainBox, PlainTrainerContext
 from modelexpress_rl.version import WeightPayloadFormat, WeightVersionRef
-from tests.bench.refit import _server
+from tests.bench import peer
 from tests.bench.result import Result, machine
 from tests.bench.transfer_cases import CASES, MORE_CASES, Case, case, held_values
 
@@ -74,7 +69,7 @@ async def _measure(chosen: Case, mib: int, rounds: int) -> dict[str, float]:
             held, ((tensor, box) for tensor in tensors for box in tensor.held), strict=True
         )
     ]
-    with _server() as server:
+    with peer.server() as server:
         config = ModelExpressTrainerConfig(
             device_id=0,
             model_name=chosen.name,
@@ -86,7 +81,7 @@ async def _measure(chosen: Case, mib: int, rounds: int) -> dict[str, float]:
         async with (
             await AsyncModelExpressTrainerClient.initialize(config) as trainer,
             AsyncModelExpressControlClient.connect(server) as control,
-            _generator(server, chosen.name, mib) as ask,
+            peer.generator("tests.bench.transfer_generator", server, chosen.name, str(mib)) as ask,
         ):
             seen: dict[Digests, list[dict[str, float]]] = {kind: [] for kind in Digests}
             kinds = list(Digests)
@@ -150,32 +145,3 @@ async def _version(
     await control.delete_weight_version(version)
     await staged.source_reuse_ready.wait()
     return answer
-
-
-@contextlib.asynccontextmanager
-async def _generator(server: str, name: str, mib: int) -> AsyncIterator[Any]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.bench.transfer_generator",
-        server,
-        name,
-        str(mib),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        limit=1 << 20,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-
-    async def ask(message: dict[str, Any]) -> dict[str, Any]:
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-        answer: dict[str, Any] = json.loads(await process.stdout.readline())
-        return answer
-
-    try:
-        yield ask
-    finally:
-        process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
-            await asyncio.wait_for(process.wait(), 20)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import mmap
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import anyio
 import numpy as np
 
-from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
-from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard.needs import Need
-from modelexpress_rl.rpc import parse_address
-from modelexpress_rl.rpc.clients import ControlPlane, WorkerEndpoint
 from modelexpress_rl.transport.nixl import NixlAgent
 from modelexpress_rl.transport.port import PreparedRead, ReadList, Region
 from modelexpress_rl.version import WeightVersionRef
+from tests.bench.peer import manifest_of, read, write
 from tests.bench.transfer_cases import Case, Tensor, case, needs, values
 
 RAW_RUN_BYTES = 32 << 20
@@ -83,7 +78,7 @@ class Raw:
 
     async def prepared(self, version: str) -> PreparedRead:
         """As many bytes of a version as are needed of it, in the order of their addresses."""
-        manifest = await _manifest(self._server, version)
+        manifest = await manifest_of(self._server, version)
         order = np.argsort(manifest.table.addr)
         addr, size = manifest.table.addr[order], manifest.table.size_bytes[order].astype(np.uint64)
         fresh = np.append(True, addr[1:] != addr[:-1] + size[:-1])
@@ -108,21 +103,6 @@ class Raw:
         return time.perf_counter() - started
 
 
-async def _manifest(server: str, version: str) -> manifests.Manifest:
-    async with ControlPlane.dial(server) as control:
-        listed = await control.list_weight_version_shards(
-            refit.ListWeightVersionShardsRequest(version_id=version)
-        )
-    (shard,) = listed.shards
-    async with WorkerEndpoint(parse_address(shard.manifest_endpoint)) as worker:
-        answer = await worker.get_weight_version_shard_manifest(
-            refit.GetWeightVersionShardManifestRequest(
-                version_id=version, source_slot_id=shard.source_slot_id
-            )
-        )
-    return manifests.decode(answer.manifest)
-
-
 async def main(server: str, name: str, mib: str) -> None:
     """Answer until the input ends."""
     chosen: Case = case(name)
@@ -135,24 +115,14 @@ async def main(server: str, name: str, mib: str) -> None:
     ):
         raw = Raw(agent, server, needed)
         await raw.register()
-        while message := await _read():
+        while message := await read():
             staged = await client.stage_weight(WeightVersionRef(message["version"]))
             metrics = dict(staged.metrics)
             prepared = await raw.prepared(message["version"])
             raw_s = [await raw.seconds(prepared) for _ in range(RAW_ROUNDS)]
             engine.step = message["step"] if message["compare"] else None
             await client.apply_weight(staged)
-            _write({**metrics, "raw_s": statistics.median(raw_s[1:]), "needed": needed})
-
-
-async def _read() -> dict[str, Any]:
-    line = await asyncio.to_thread(sys.stdin.readline)
-    message: dict[str, Any] = json.loads(line) if line else {}
-    return message
-
-
-def _write(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
+            write({**metrics, "raw_s": statistics.median(raw_s[1:]), "needed": needed})
 
 
 if __name__ == "__main__":

@@ -8,17 +8,16 @@ from dataclasses import replace
 import torch
 
 from modelexpress_rl.errors import GeometryError, StateError, UsageError
-from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
-from modelexpress_rl.inference.engines.torch.dtypes import as_tensor, require_castable
+from modelexpress_rl.inference.adapter import PublishedTensor
+from modelexpress_rl.inference.engines.torch.checked import CheckedLoader
+from modelexpress_rl.inference.engines.torch.dtypes import require_castable
 from modelexpress_rl.inference.engines.torch.mapping import (
     Expected,
     Place,
     TensorSlice,
-    as_expected,
     named_tensors,
     require_whole,
     resolved,
-    writing,
 )
 from modelexpress_rl.reshard.needs import Need
 
@@ -96,17 +95,17 @@ class PlainAdapter:
         return frozenset(name for name, tensor in tensors.items() if id(tensor) not in loaded)
 
 
-class SliceLoader:
+Resolved = tuple[torch.Tensor, torch.Tensor]
+"""A view of a parameter, and the staged box that is copied into it."""
+
+
+class SliceLoader(CheckedLoader[Resolved]):
     """Copies staged boxes to their places; a box that several places want is staged once."""
 
     def __init__(
         self, module: torch.nn.Module, places: Sequence[Place], published: Mapping[str, PublishedTensor]
     ) -> None:
-        self._module = module
         tensors = named_tensors(module)
-        self._expected = {
-            place.slice.parameter: Expected.of(tensors[place.slice.parameter]) for place in places
-        }
         numbers: dict[Need, int] = {}
         self._places: list[tuple[int, Place]] = []
         for place in places:
@@ -114,48 +113,13 @@ class SliceLoader:
             dtype = str(tensors[place.slice.parameter].dtype) if known is None else known.dtype
             need = Need(place.slice.hf_name, dtype, place.slice.hf_offset, place.slice.shape)
             self._places.append((numbers.setdefault(need, len(numbers)), place))
-        self._needs = tuple(numbers)
-        self._staged: Sequence[StagedTensor] | None = None
-        self._where: list[tuple[torch.device, int, tuple[int, ...]]] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._checked = False
+        names = dict.fromkeys(place.slice.parameter for place in places)
+        super().__init__(module, tuple(numbers), {name: Expected.of(tensors[name]) for name in names})
 
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        """See `WeightLoader.needs`."""
-        return self._needs
-
-    def check(self, staged: Sequence[StagedTensor]) -> None:
-        """See `WeightLoader.check`."""
-        tensors = {
-            name: as_expected(self._module, name, expected) for name, expected in self._expected.items()
-        }
-        # Where neither the parameters nor the staging moved, the views of the last check are good still.
-        where = [(tensor.device, tensor.data_ptr(), tensor.stride()) for tensor in tensors.values()]
-        if self._staged is not staged or self._where != where:
-            self._copies = self._matched(staged, tensors)
-            self._staged, self._where = staged, where
-        self._checked = True
-
-    def install(self, staged: Sequence[StagedTensor]) -> None:
-        """Write what `check` has just resolved; see `WeightLoader.install`."""
-        if not self._checked or self._staged is not staged:
-            raise StateError("install: it was not checked just before")
-        self._checked = False
-        with writing(target for target, _ in self._copies):
-            for target, source in self._copies:
-                target.copy_(source)
-
-    def _matched(
-        self, staged: Sequence[StagedTensor], tensors: Mapping[str, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Every copy as (view of a parameter, staged box)."""
-        if [each.need for each in staged] != list(self._needs):
-            raise StateError("the staged tensors are not those that this loader asked for")
-        sources = [as_tensor(each) for each in staged]
+    def _matched(self, boxes: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> list[Resolved]:
         copies = []
         for number, place in self._places:
-            source, target = sources[number], place.of(tensors[place.slice.parameter])
+            source, target = boxes[number], place.of(tensors[place.slice.parameter])
             if source.shape != target.shape:
                 raise StateError(
                     f"tensor {place.slice.hf_name!r}: staged {tuple(source.shape)} does not fit "
@@ -163,6 +127,13 @@ class SliceLoader:
                 )
             copies.append((target, source))
         return copies
+
+    def _target(self, copy: Resolved) -> torch.Tensor:
+        return copy[0]
+
+    def _write(self, copy: Resolved) -> None:
+        target, source = copy
+        target.copy_(source)
 
 
 def _published_as(
