@@ -119,6 +119,25 @@ def test_overlapping_slices_of_a_tensor_are_read_once() -> None:
     installed(module, tensors)
 
 
+def test_a_slice_that_lies_in_a_bigger_one_is_no_read_of_its_own() -> None:
+    """Merging boxes may leave one inside another: nothing was found in it, which ended in a KeyError."""
+    slices = {
+        "a": (slice(0, 1), slice(2, 4)),
+        "b": (slice(2, 3), slice(1, 2)),
+        "c": (slice(1, 2), slice(1, 4)),
+        "d": (slice(0, 4), slice(1, 3)),
+    }
+    shapes = {"a": (1, 2), "b": (1, 1), "c": (1, 3), "d": (4, 2)}
+
+    def load(self: Any, named: dict[str, torch.Tensor]) -> None:
+        for name, where in slices.items():
+            getattr(self, name).data.copy_(named["w"][where])
+
+    module = Loads(load, **{name: parameter(*shape) for name, shape in shapes.items()})
+    needs = installed(module, numbered(w=(4, 4)))
+    assert ((2, 1), (1, 1)) not in [(need.offset, need.shape) for need in needs]
+
+
 def test_what_is_overwritten_is_not_read() -> None:
     def load(self: Any, named: dict[str, torch.Tensor]) -> None:
         self.p.data.copy_(named["embed"])

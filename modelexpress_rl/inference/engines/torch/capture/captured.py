@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -98,20 +99,27 @@ def assembled(landings: Sequence[Landing], dtypes: dict[str, str]) -> Captured:
         name: boxes_of(hull(part) for piece in own for part in worth_a_read(piece, itemsize[name]))
         for name, own in by_name.items()
     }
-    keys = [(name, box) for name in sorted(boxes) for box in boxes[name]]
+    used: dict[tuple[str, Box], list[Aligned]] = {}
+    located_in = [
+        [
+            (content.name, each)
+            for piece in own
+            for each in located(piece, boxes[content.name], itemsize[content.name])
+        ]
+        if isinstance(content := landing.resolved.content, Published)
+        else []
+        for landing, own in zip(landings, pieces, strict=True)
+    ]
+    for name, each in chain.from_iterable(located_in):
+        used.setdefault((name, each.box), []).append(each.piece)
+    # A part may lie in a bigger box of another copy, too, and is then taken from there.
+    keys = [(name, box) for name in sorted(boxes) for box in boxes[name] if (name, box) in used]
     number = {key: i for i, key in enumerate(keys)}
     copies: list[CapturedCopy] = []
-    used: dict[tuple[str, Box], list[Aligned]] = {}
-    for landing, own in zip(landings, pieces, strict=True):
-        content = landing.resolved.content
-        if not isinstance(content, Published):
+    for landing, places in zip(landings, located_in, strict=True):
+        if not isinstance(landing.resolved.content, Published):
             copies.append(_of_value(landing))
-        for piece in own:
-            assert isinstance(content, Published)
-            for local in located(piece, boxes[content.name], itemsize[content.name]):
-                key = content.name, local.box
-                used.setdefault(key, []).append(local.piece)
-                copies.append(_of_need(landing, local.transfer, number[key]))
+        copies += [_of_need(landing, each.transfer, number[name, each.box]) for name, each in places]
     return Captured(
         needs=tuple(Need(name, dtypes[name], low, _extents((low, high))) for name, (low, high) in keys),
         copies=tuple(copies),
