@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelexpress_rl.errors import DigestMismatch, TransferTimeout
-from modelexpress_rl.inference import explanations
+from modelexpress_rl.inference import checks, explanations
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.reshard import row_staging, row_staging_wire
 from modelexpress_rl.reshard.explain import PlanSummary
@@ -102,7 +102,13 @@ async def test_a_warm_version_prepares_nothing_anew(world: World) -> None:
     assert client._parts.pool.allocations == 1
 
 
-async def test_a_byte_that_changed_is_found_in_scratch(world: World) -> None:
+@pytest.mark.parametrize("in_threads", [False, True])
+async def test_a_byte_that_changed_is_found_in_scratch(
+    world: World, monkeypatch: pytest.MonkeyPatch, in_threads: bool
+) -> None:
+    """Small parts are checked where they are, big ones in a thread while they are copied out."""
+    if in_threads:
+        monkeypatch.setattr(checks, "_INLINE_BYTES", 0)
     model = Wide()
     before = model.bytes()
     client = await world.generator(model, max_transfer_attempts=1)
