@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from pathlib import Path
 
 from modelexpress_rl import envs
+from modelexpress_rl.reshard.document import write_document
 from modelexpress_rl.reshard.explain import PlanSummary
 
 _log = logging.getLogger(__name__)
@@ -22,9 +22,7 @@ def write(plan: PlanSummary, owner: str) -> None:
     if directory is None:
         return
     path = Path(directory) / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', owner)[:200]}.json"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(plan.to_json(), encoding="utf-8", errors="replace")
-        beside.replace(path)
+        write_document(path, plan.to_json())
     except OSError as error:
         _log.warning("MX_EXPLAIN_DIR: the plan of %s can't be written: %s", owner, error)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from modelexpress_rl import envs
 from modelexpress_rl.errors import UsageError
-from modelexpress_rl.reshard.document import read_document
+from modelexpress_rl.reshard.document import read_document, write_document
 
 _log = logging.getLogger(__name__)
 
@@ -115,10 +114,8 @@ def store_cost(cost: TransportCost, path: Path, *, measured_on: str) -> None:
         UsageError: it can't be written there.
     """
     document = {"format": FORMAT, **asdict(cost), "measured_on": measured_on}
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(document, indent=2) + "\n")
-        beside.replace(path)
+        write_document(path, json.dumps(document, indent=2) + "\n")
     except OSError as error:
         raise UsageError(f"{path}: the costs can't be stored there: {error}") from error

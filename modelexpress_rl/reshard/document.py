@@ -1,8 +1,12 @@
-"""Small JSON documents that this package writes and reads again: bounded, and of a format that is known."""
+"""Small documents that this package writes and reads again: whole, bounded, and of a format that is known."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from modelexpress_rl.errors import UsageError
@@ -23,3 +27,21 @@ def read_document(data: bytes | str, *, format_number: int, max_bytes: int) -> d
     if not isinstance(document, dict) or document.get("format") != format_number:
         raise UsageError(f"expected an object with format {format_number}")
     return document
+
+
+def write_document(path: Path, text: str) -> None:
+    """Write a file in one step: whoever reads it finds the former one or this, and a failure leaves nothing.
+
+    Raises:
+        OSError: it can't be written, or what is there is no regular file, such as a device.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is there and no regular file", str(path))
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8", errors="replace")
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
