@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PIP) --upgrade pip
 	$(PIP) torch==2.13.0 || echo "torch can't be installed here: what needs it is skipped"
 	$(PIP) -e '.[test]'
-	for extra in nixl megatron redis; do \
+	for extra in nixl megatron redis huggingface; do \
 		$(PIP) -e ".[$$extra]" || echo "extra '$$extra' can't be installed here: what needs it is skipped"; \
 	done
 	touch $@
