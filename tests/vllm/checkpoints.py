@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -22,19 +26,48 @@ _SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+# As llm-compressor writes it: weights by output channel, activations by token.
+_INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "channel",
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
 
 
 def model(kind: str, step: int) -> torch.nn.Module:
-    """The model of a step: `kind` is llama, qwen3 or qwen3-moe, with `-tied` behind it for a tied head."""
-    name, tied = kind.removesuffix("-tied"), kind.endswith("-tied")
+    """The model of a step: `kind` is llama, qwen2, qwen3 or qwen3-moe, with `-tied` for a tied head."""
+    name, tied = kind.removesuffix("-tied").removesuffix("-int8"), kind.endswith("-tied")
     torch.manual_seed(1000 + step)
     shape = {**_SHAPE, "tie_word_embeddings": tied}
     if name == "llama":
         made = LlamaForCausalLM(LlamaConfig(**shape))
+    elif name == "qwen2":
+        made = Qwen2ForCausalLM(Qwen2Config(**shape))
     elif name == "qwen3":
         made = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=32))
     else:
@@ -49,16 +82,33 @@ def model(kind: str, step: int) -> torch.nn.Module:
 
 
 def write(folder: Path, kind: str, step: int) -> Path:
-    """Write the step's checkpoint; answers its folder."""
+    """Write the step's checkpoint, quantized where `kind` ends in `-int8`; answers its folder."""
     where = folder / f"{kind}-{step}"
     model(kind, step).save_pretrained(where)
+    if kind.endswith("-int8"):
+        _quantize(where)
     return where
+
+
+def _quantize(where: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    given = json.loads((where / "config.json").read_text())
+    for layer in range(given["num_hidden_layers"]):
+        scale = torch.empty(1).uniform_(0.5, 1.5)
+        tensors[f"model.layers.{layer}.self_attn.q_scale"] = scale
+    for name, tensor in published(where).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        scale = tensor.float().abs().amax(dim=1, keepdim=True) / 127
+        tensors[name] = (tensor.float() / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, where / "model.safetensors", {"format": "pt"})
+    (where / "config.json").write_text(json.dumps({**given, "quantization_config": _INT8}))
 
 
 def published(folder: Path) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors by their names in the file: what a trainer publishes."""
-    from safetensors.torch import load_file
-
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found.update(load_file(path))

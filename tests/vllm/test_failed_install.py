@@ -6,38 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from modelexpress_rl.errors import EngineUncertain
 from modelexpress_rl.inference.engines.vllm.host import Reload
 from tests.vllm.checkpoints import published, write
-from tests.vllm.engines import engine, greedy
+from tests.vllm.engines import addresses, engine, fresh, greedy, update, worker_of
 from tests.vllm.trainers import MODEL, trainer
-
-
-def update(llm: Any, version_id: str) -> None:
-    llm.start_weight_update()
-    llm.update_weights({"update_info": {"version_id": version_id}})
-    llm.finish_weight_update(version_id)
-
-
-def addresses(model: Any) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def test_a_failed_install_serves_no_version_and_the_next_one_does(
     tmp_path: Path, control_plane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     steps = [write(tmp_path, "qwen3", step) for step in range(3)]
-    here = {"distributed_executor_backend": "uni"}
-    with (
-        trainer(published(steps[0])) as source,
-        engine(steps[0], "modelexpress-rl", **here) as llm,
-    ):
-        worker = llm.llm_engine.model_executor.driver_worker.worker
-        transfer, before = worker.weight_transfer_engine, addresses(worker.get_model())
+    with trainer(published(steps[0])) as source, engine(steps[0], "modelexpress-rl") as llm:
+        transfer, before = worker_of(llm).weight_transfer_engine, addresses(llm)
         llm.init_weight_transfer_engine({"init_info": {"model_name": MODEL}})
+        core = llm.llm_engine.engine_core.engine_core
+        encoded, kept = core.scheduler.encoder_cache_manager.cached, worker_of(llm).model_runner.encoder_cache
+        encoded["a picture"], kept["a picture"] = set(), torch.zeros(1)
         update(llm, first := source.publish("step-1", published(steps[1])))
+        assert not encoded
+        assert not kept
         served = greedy(llm)
         assert transfer.serving_version_id == first
 
@@ -67,12 +57,11 @@ def test_a_failed_install_serves_no_version_and_the_next_one_does(
         with pytest.raises(EngineUncertain):
             transfer.finish_weight_update()
         assert llm.get_weight_version() == first
-        assert addresses(worker.get_model()) == before
+        assert addresses(llm) == before
 
         update(llm, second)
         assert transfer.serving_version_id == llm.get_weight_version() == second
-        assert addresses(worker.get_model()) == before
+        assert addresses(llm) == before
         answer = greedy(llm)
         assert answer != served
-    with engine(steps[2]) as fresh:
-        assert greedy(fresh) == answer
+    assert fresh(steps[2]) == answer

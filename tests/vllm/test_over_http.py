@@ -1,75 +1,54 @@
-"""`vllm serve`, two ranks, refitted over HTTP by a trainer in a process of its own."""
+"""`vllm serve`, refitted over HTTP by real trainers of two ranks each."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import sys
-from collections.abc import Iterator
+import urllib.error
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.processes import running
 from tests.vllm.checkpoints import write
-from tests.vllm.engines import engine, greedy
-from tests.vllm.prompts import BLOCK
+from tests.vllm.engines import fresh
+from tests.vllm.server import answers, free_port, post, serving, version_of
 
 STEPS = 5
-START_S = 400.0
 STEP_S = 120.0
+CASES = [
+    ("fsdp_rank", "qwen3-tied", 1),
+    ("megatron_rank", "llama", 1),
+]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@pytest.mark.parametrize(("trainer", "kind", "ranks"), CASES)
+def test_each_step_is_answered_as_by_a_fresh_engine(
+    trainer: str, kind: str, ranks: int, tmp_path: Path, control_plane: str
+) -> None:
+    first = write(tmp_path, kind, 0)
+    with serving(first, ranks) as url:
+        found = _refitted_by(trainer, url, first, tmp_path)
+        post(f"{url}/start_weight_update")
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            post(f"{url}/update_weights", update_info={"version_id": "nobody's"})
+        assert version_of(url) == f"run.token:{STEPS}"
+        assert answers(url) == found[-1]
+    for step, answer in enumerate(found, 1):
+        assert answer == fresh(tmp_path / str(step), ranks), step
+    assert len({json.dumps(answer) for answer in found}) == STEPS
 
 
-@contextlib.contextmanager
-def serving(checkpoint: Path, ranks: int) -> Iterator[str]:
-    """A `vllm serve`; the backend is called `modelexpress`: NVIDIA's package is not installed here."""
-    port = free_port()
-    options = {
-        "--port": port,
-        "--host": "127.0.0.1",
-        "--tensor-parallel-size": ranks,
-        "--max-model-len": 256,
-        "--max-num-seqs": 8,
-        "--block-size": BLOCK,
-        "--weight-transfer-config": json.dumps({"backend": "modelexpress"}),
-    }
-    command = [sys.executable, "-m", "tests.vllm.cli", "serve", str(checkpoint)]
-    command += ["--enforce-eager", "--tokens-only", "--skip-tokenizer-init"]
-    command += [str(part) for option in options.items() for part in option]
-    with running(command, {"VLLM_SERVER_DEV_MODE": "1"}) as server:
-        server.wait_for_line("Application startup complete", START_S)
-        yield f"http://127.0.0.1:{port}"
-
-
-def test_five_steps_on_two_ranks(tmp_path: Path, control_plane: str) -> None:
-    steps = [write(tmp_path, "qwen3", step) for step in range(STEPS + 1)]
-    with serving(steps[0], ranks=2) as url:
-        command = [sys.executable, "-m", "tests.vllm.trainer_process", url, *map(str, steps[1:])]
-        with running(command) as trainer:
-            answers = [json.loads(trainer.wait_for_line("[[", STEP_S)) for _ in range(STEPS)]
-            assert trainer.wait(STEP_S) == 0, trainer.text
-    with engine(steps[-1], tensor_parallel_size=2) as fresh:
-        assert answers[-1] == greedy(fresh)
-    assert len({json.dumps(answer) for answer in answers}) == STEPS
-
-
-def test_five_steps_of_an_fsdp_trainer(tmp_path: Path, control_plane: str) -> None:
-    first = write(tmp_path, "qwen3", 0)
-    with serving(first, ranks=1) as url, contextlib.ExitStack() as stack:
-        command = [sys.executable, "-m", "tests.vllm.fsdp_rank", url, str(first), str(tmp_path), str(STEPS)]
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+def _refitted_by(trainer: str, url: str, first: Path, folder: Path) -> list[list[list[int]]]:
+    """What the server answers after each step of two ranks, which end well."""
+    command = [sys.executable, "-m", f"tests.vllm.{trainer}", url, str(first), str(folder), str(STEPS)]
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    with contextlib.ExitStack() as stack:
         leader, other = (
             stack.enter_context(running(command, {**rendezvous, "RANK": str(rank)})) for rank in (0, 1)
         )
-        answers = [json.loads(leader.wait_for_line("[[", STEP_S)) for _ in range(STEPS)]
+        found = [json.loads(leader.wait_for_line("[[", STEP_S)) for _ in range(STEPS)]
         for rank in (leader, other):
             assert rank.wait(STEP_S) == 0, rank.text
-    for step, answer in enumerate(answers, 1):
-        with engine(tmp_path / str(step)) as fresh:
-            assert answer == greedy(fresh), step
-    assert len({json.dumps(answer) for answer in answers}) == STEPS
+    return found

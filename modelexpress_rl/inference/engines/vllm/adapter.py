@@ -38,7 +38,13 @@ class VllmAdapter:
         """See `GeneratorEngineAdapter.loader`."""
         with self._reload.configured():
             before = before_loading(self._model, self._reload)
-            captured = capture(before.model, published, frozen=self._frozen, aliases=self._aliases)
+            captured = capture(
+                before.model,
+                published,
+                frozen=self._frozen,
+                optional=before.optional,
+                aliases=self._aliases,
+            )
         return VllmLoader(self._model, self._reload, before, captured)
 
 

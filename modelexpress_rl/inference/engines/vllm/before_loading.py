@@ -16,10 +16,14 @@ from modelexpress_rl.inference.engines.vllm.host import Reload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeforeLoading:
-    """The copy, and under which names its parameters are tied: each name with the one that comes first."""
+    """The copy, under which names its parameters are tied, and which of them a checkpoint need not have.
+
+    Tied: the name that comes first, with all of them.
+    """
 
     model: torch.nn.Module
     tied: dict[str, tuple[str, ...]]
+    optional: frozenset[str]
 
 
 def before_loading(model: torch.nn.Module, reload: Reload) -> BeforeLoading:
@@ -28,6 +32,7 @@ def before_loading(model: torch.nn.Module, reload: Reload) -> BeforeLoading:
     first: dict[int, str] = {}
     made: dict[str, torch.Tensor] = {}
     tied: dict[str, list[str]] = {}
+    optional: set[str] = set()
     live = dict(model.named_modules())
     for path, layer in copy.named_modules():
         parameters, buffers = reload.before_loading(live[path])
@@ -37,6 +42,8 @@ def before_loading(model: torch.nn.Module, reload: Reload) -> BeforeLoading:
                     del held[leaf]  # the processing after loading made it
             for leaf, tensor in restored.items():
                 name = f"{path}.{leaf}" if path else leaf
+                if reload.is_attention(live[path]):
+                    optional.add(name)
                 own = getattr(live[path], leaf, None)
                 other = None if own is None or not own.numel() else first.setdefault(id(own), name)
                 if other is not None and other != name and other in made:
@@ -44,7 +51,7 @@ def before_loading(model: torch.nn.Module, reload: Reload) -> BeforeLoading:
                     tied.setdefault(other, [other]).append(name)
                     continue
                 made[name] = held[leaf] = reload.bound_to(_like(tensor), layer)
-    return BeforeLoading(copy, {name: tuple(names) for name, names in tied.items()})
+    return BeforeLoading(copy, {name: tuple(names) for name, names in tied.items()}, frozenset(optional))
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

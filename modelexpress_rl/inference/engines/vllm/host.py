@@ -26,6 +26,7 @@ class Reload:
     def __init__(self, vllm_config: Any, model_config: Any) -> None:
         try:
             from vllm.config import set_current_vllm_config
+            from vllm.model_executor.layers.attention import is_deferred_attention_layer
             from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
             from vllm.platforms import current_platform
 
@@ -34,6 +35,8 @@ class Reload:
             self._finalize = layerwise.finalize_layerwise_reload
             self._process = layerwise._layerwise_process
             self._place = layerwise._place_kernel_tensors
+            self._copy_and_place = layerwise._copy_and_restore_kernel_tensors
+            self._is_attention = is_deferred_attention_layer
             self._info = layerwise.get_layerwise_info
             self._materialize = meta.materialize_layer
             self._skipped = frozenset(meta.SKIP_TENSORS)
@@ -73,6 +76,10 @@ class Reload:
         """Whether a reload leaves tensors of this name as the engine has them."""
         return name in self._skipped
 
+    def is_attention(self, layer: torch.nn.Module) -> bool:
+        """Whether it is an attention layer: its own parameters are scales, which a checkpoint may have."""
+        return bool(self._is_attention(layer))
+
     def bound_to(self, tensor: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
         """The tensor, its weight loader bound to `layer`."""
         bound: torch.Tensor = self._with_refs(tensor, layer)
@@ -88,6 +95,11 @@ class Reload:
         Of what will not be written, the engine's values are kept.
         """
         info = self._info(layer)
+        if self.is_attention(layer):
+            self._place(layer, info)
+            if (quantization := getattr(layer, "quant_method", None)) is not None:
+                quantization.create_weights(layer)  # gone since the first load; marked as not written
+            return
         self._materialize(layer, info)
         if info.kernel_tensors is None:
             return
@@ -100,6 +112,11 @@ class Reload:
     def process(self, layer: torch.nn.Module) -> None:
         """Process a layer that was written, and bring the outcome to where the engine reads it."""
         quantization = getattr(layer, "quant_method", None)
+        if self.is_attention(layer):
+            if quantization is not None:
+                quantization.process_weights_after_loading(layer)
+            self._copy_and_place(layer, self._info(layer))
+            return  # `end` has it derive the rest
         if self._is_cpu and getattr(quantization, "moe_kernel", None) is not None:
             # With a kernel there, vLLM copies the weights without packing them for the CPU.
             quantization.moe_kernel = None  # type: ignore[union-attr]

@@ -32,6 +32,7 @@ def capture(
     *,
     load: Load | None = None,
     frozen: Collection[str] = (),
+    optional: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> Captured:
     """Find out what `module.load_weights` does with tensors of these names, dtypes and shapes.
@@ -39,7 +40,7 @@ def capture(
     `load(module, weights)`, where given, is asked instead. It runs once, on a twin of the module: nothing
     that it does reaches the module itself. It gets the published tensors in the order of their names, and
     those of `aliases` under both of theirs. Every parameter must be filled whole, but those in `frozen`,
-    which are left as they are.
+    which are left as they are, and those in `optional`, which may be.
 
     Raises:
         CaptureRefused: it does something that no copy expresses; the message names tensor and operation.
@@ -57,7 +58,7 @@ def capture(
     if _state(module) != live_before:
         raise StateError(f"load_weights of {type(module).__name__} changed the live module in a capture")
     found = landings(module, recorder.writes, frozen)
-    require_filled(module, found, loaded, frozenset(frozen), published)
+    require_filled(module, found, loaded, frozenset(frozen) | frozenset(optional), published)
     captured = assembled(found, {name: tensor.dtype for name, tensor in published.items()})
     _report(module, captured, time.perf_counter() - began)
     return captured
