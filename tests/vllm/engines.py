@@ -46,14 +46,16 @@ def engine(checkpoint: Path, backend: str | None = None, ranks: int = 1, **optio
 
 def greedy(llm: Any) -> list[list[int]]:
     """The tokens that the engine takes after each prompt, asked one after the other, as a server is."""
+    return [greedy_after(llm, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def greedy_after(llm: Any, prompt: list[int], count: int) -> list[int]:
+    """So many tokens after this prompt."""
     from vllm import SamplingParams
 
-    asked = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    found = []
-    for prompt in PROMPTS:
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
-        found.append(list(output.outputs[0].token_ids))
-    return found
+    asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
 
 
 def fresh(checkpoint: Path, ranks: int = 1) -> list[list[int]]:

@@ -10,6 +10,7 @@ import torch
 
 from modelexpress_rl.errors import EngineUncertain
 from modelexpress_rl.inference.engines.vllm.host import Reload
+from tests.vllm import failing
 from tests.vllm.checkpoints import published, write
 from tests.vllm.engines import addresses, engine, fresh, greedy, update, worker_of
 from tests.vllm.trainers import MODEL, trainer
@@ -65,3 +66,26 @@ def test_a_failed_install_serves_no_version_and_the_next_one_does(
         answer = greedy(llm)
         assert answer != served
     assert fresh(steps[2]) == answer
+
+
+def test_one_rank_that_fails_fails_all(tmp_path: Path, control_plane: str) -> None:
+    steps = [write(tmp_path, "llama-tied", step) for step in range(3)]
+    with engine(steps[0], "modelexpress-rl", ranks=2) as llm, trainer(published(steps[0])) as source:
+        llm.init_weight_transfer_engine({"init_info": {"model_name": MODEL}})
+        update(llm, first := source.publish("step-1", published(steps[1])))
+        assert llm.collective_rpc(failing.held) == [first, first]
+        before = greedy(llm)
+
+        second = source.publish("step-2", published(steps[2]))
+        llm.collective_rpc(failing.fail_on_rank_1)
+        llm.start_weight_update()
+        with pytest.raises(Exception, match=f"rank 1: RuntimeError: planted.*rank 0 holds {second}"):
+            llm.update_weights({"update_info": {"version_id": second}})
+        assert llm.get_weight_version() == first
+        assert llm.collective_rpc(failing.held) == [second, None]
+
+        llm.collective_rpc(failing.mend)
+        update(llm, second)
+        assert llm.collective_rpc(failing.held) == [second, second]
+        answer = greedy(llm)
+    assert before != answer == fresh(steps[2], ranks=2)

@@ -13,7 +13,6 @@ from tests.vllm.trainers import MODEL, trainer
 
 CASES = [
     ("llama", 1),
-    ("llama-tied", 2),
     ("qwen2-tied", 1),
     ("qwen3", 1),
     ("qwen3-tied", 1),

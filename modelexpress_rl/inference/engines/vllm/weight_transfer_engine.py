@@ -119,7 +119,7 @@ class ModelExpressWeightTransferEngine(
         Raises:
             UsageError: `update_info` is not `{"version_id": ...}`.
             ModelExpressError: a rank could not stage it; the engine serves what it served.
-            EngineUncertain: a rank could not install it; the engine holds no version.
+            EngineUncertain: a rank could not install it; ranks may hold different versions, or parts of some.
         """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
@@ -175,7 +175,7 @@ class ModelExpressWeightTransferEngine(
 
     def _holding(self) -> str:
         rank, client = self.parallel_config.rank, self._initialized()
-        if client.uncertain or self._doubt is not None:
+        if client.uncertain:
             return f"rank {rank} holds parts of several versions until one is installed"
         version_id = client.serving_version_id
         return f"rank {rank} holds " + ("what it was started with" if version_id is None else f"{version_id}")
