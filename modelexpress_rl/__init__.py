@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from modelexpress_rl.inference.client import ModelExpressGeneratorClient as ModelExpressGeneratorClient
     from modelexpress_rl.inference.config import ModelExpressGeneratorConfig as ModelExpressGeneratorConfig
+    from modelexpress_rl.inference.engines.sglang import SglangGeneratorContext as SglangGeneratorContext
     from modelexpress_rl.inference.engines.torch import TorchGeneratorContext as TorchGeneratorContext
     from modelexpress_rl.inference.engines.vllm import VllmGeneratorContext as VllmGeneratorContext
     from modelexpress_rl.monitor import ReadinessMonitor as ReadinessMonitor
@@ -49,6 +50,7 @@ _NAMES_OF_MODULE = {
     "errors": ("ModelExpressError",),
     "inference.client": ("AsyncModelExpressGeneratorClient", "ModelExpressGeneratorClient"),
     "inference.config": ("ModelExpressGeneratorConfig",),
+    "inference.engines.sglang": ("SglangGeneratorContext",),
     "inference.engines.torch": ("TorchGeneratorContext",),
     "inference.engines.vllm": ("VllmGeneratorContext",),
     "monitor": ("ReadinessMonitor", "VersionEvent"),
