@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, ranks: int = 1) -> Iterator[str]:
+def serving(checkpoint: Path, ranks: int = 1, *more: str) -> Iterator[str]:
     """A `vllm serve`; the backend is called `modelexpress`: NVIDIA's package is not installed here."""
     port = free_port()
     options = {
@@ -47,7 +47,7 @@ def serving(checkpoint: Path, ranks: int = 1) -> Iterator[str]:
         "--weight-transfer-config": json.dumps({"backend": "modelexpress"}),
     }
     command = [sys.executable, "-m", "tests.vllm.cli", "serve", str(checkpoint)]
-    command += ["--enforce-eager", "--tokens-only", "--skip-tokenizer-init"]
+    command += ["--enforce-eager", "--tokens-only", "--skip-tokenizer-init", *more]
     command += [str(part) for option in options.items() for part in option]
     with running(command, {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         server.wait_for_line("Application startup complete", START_S)

@@ -22,8 +22,10 @@ from modelexpress_rl import envs
 from modelexpress_rl.errors import EngineUncertain, StateError
 from modelexpress_rl.inference.client import ModelExpressGeneratorClient
 from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
+from modelexpress_rl.inference.engines.vllm.ahead import Ahead
 from modelexpress_rl.inference.engines.vllm.context import VllmGeneratorContext
 from modelexpress_rl.inference.engines.vllm.ranks import failures_of_ranks
+from modelexpress_rl.inference.handle import StagedWeightHandle
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class ModelExpressWeightTransferEngine(
         super().__init__(config, vllm_config, device, model)
         self._client: ModelExpressGeneratorClient | None = None
         self._doubt: str | None = None
+        self._ahead: Ahead | None = None
 
     @property
     def serving_version_id(self) -> str | None:
@@ -105,6 +108,18 @@ class ModelExpressWeightTransferEngine(
             self._client.worker_id,
         )
 
+    def stage_ahead(self, version_id: str) -> bool:
+        """Begin to stage a version in the background, and answer whether it is staged; see `StagesAhead`.
+
+        Raises:
+            StateError: `init_weight_transfer_engine` was not called.
+        """
+        client = self._initialized()
+        ahead = self._ahead
+        if ahead is None or ahead.version_id != version_id or ahead.failed:
+            self._ahead = ahead = Ahead(client, version_id, before=ahead)
+        return ahead.ended and not ahead.failed
+
     def start_weight_update(self) -> None:
         """Nothing is prepared: the live weights are left alone until all ranks have staged the version.
 
@@ -131,7 +146,7 @@ class ModelExpressWeightTransferEngine(
         version_id = update_info.version_id
         staged, failure = None, None
         try:
-            staged = client.stage_weight(version_id)
+            staged = self._staged(client, version_id)
         except Exception as error:  # noqa: BLE001 (whatever it was, the other ranks must hear of it)
             failure = error
         failures = failures_of_ranks(failure)
@@ -153,6 +168,15 @@ class ModelExpressWeightTransferEngine(
         if self._doubt is not None:
             raise EngineUncertain(f"{self._doubt}; {self._holding()}") from failure
 
+    def _staged(self, client: ModelExpressGeneratorClient, version_id: str) -> StagedWeightHandle:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.version_id == version_id:
+            if (staged := ahead.staged()) is not None:
+                return staged
+        elif ahead is not None:
+            ahead.discard()
+        return client.stage_weight(version_id)
+
     def finish_weight_update(self) -> None:
         """End the session. What vLLM cached of the old weights is dropped by the plugin, in the scheduler.
 
@@ -164,7 +188,7 @@ class ModelExpressWeightTransferEngine(
 
     def shutdown(self) -> None:
         """Leave the control plane; idempotent. The engine serves on with what it holds."""
-        client, self._client = self._client, None
+        client, self._client, self._ahead = self._client, None, None
         if client is not None:
             client.close()
 
