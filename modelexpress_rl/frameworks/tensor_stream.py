@@ -49,7 +49,7 @@ class StreamPublisher:
         self._keeps = keeps
         self._reuse_timeout_s = reuse_timeout_s
         self._held: dict[str, torch.Tensor] = {}
-        self._bound = False
+        self._bound = self._copied = False
         self._staged: BlockingStagedShard | None = None
         self._client = ModelExpressTrainerClient.initialize(
             ModelExpressTrainerConfig(
@@ -86,6 +86,7 @@ class StreamPublisher:
         if self._staged is not None:
             self._staged.release().wait(self._reuse_timeout_s)
             self._staged = None
+        self._copied = False
         seen: set[str] = set()
         index = -1
 
@@ -103,6 +104,7 @@ class StreamPublisher:
         missing = [name for name in self._held if name not in seen]
         if missing:
             raise UsageError(f"tensor {missing[0]!r}: came before, and is missing ({len(missing)} are)")
+        self._copied = True
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         held = self._held.get(name)
@@ -125,7 +127,7 @@ class StreamPublisher:
             StateError: nothing was copied since the last version.
             RpcError: the control plane refuses it.
         """
-        if self._staged is not None or not self._held:
+        if self._staged is not None or not self._copied:
             raise StateError(f"version {version_id}: no tensors were copied for it")
         if not self._bound:
             self._client.bind_tensors(self._held)

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
@@ -29,8 +30,9 @@ BACKEND = "modelexpress-rl"
 class ModelExpressCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """One worker's end. `engine_kwargs` of verl's configuration are the keyword arguments.
 
-    `model_name` is MODEL_NAME where None, `server_url` MODEL_EXPRESS_URL. Versions are called `run:step`, by
-    verl's `global_steps`. `timeout_s` bounds the waits for a version to exist and to be READY.
+    `model_name` is MODEL_NAME where None, `server_url` MODEL_EXPRESS_URL. Versions are called
+    `run.update:step`, by verl's `global_steps`, so that an update that failed may be tried again. `timeout_s`
+    bounds the waits for a version to exist and to be READY.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class ModelExpressCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._model_name = model_name
         self._server_url = server_url
         self._timeout_s = timeout_s
-        self._run = uuid.uuid4().hex[:8]
+        self._life = uuid.uuid4().hex[:8]
+        self._updates = 0
+        self._run = self._life
         self._rank: int | None = None
         self._slots: list[str] = []
         self._publisher: StreamPublisher | None = None
@@ -58,7 +62,8 @@ class ModelExpressCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def prepare(self) -> dict[str, Any]:
         """Called on every worker before every update: what the others are to know of it."""
-        return {"run": self._run}
+        self._updates += 1
+        return {"run": f"{self._life}.{self._updates}"}
 
     @classmethod
     def build_topology(
@@ -97,13 +102,14 @@ class ModelExpressCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     async def send_weights(self, weights: NamedTensors, global_steps: int | None = None) -> dict[str, float]:
         """Publish this rank's share of what comes as the version of the step; answers its numbers."""
-        publisher, control = self._publisher, self._connected()
+        control, publisher = self._connected(), self._publisher
         if publisher is None:
-            raise StateError("send_weights: this worker is no actor, or init_process_group was not called")
-        await publisher.copy_async(weights)
+            raise StateError("send_weights: this worker is a rollout")
+        self.finalize()  # of an update that failed
         version_id = self._version(global_steps)
-        await asyncio.to_thread(self._publish, publisher, control, version_id)
+        await publisher.copy_async(weights)
         self._version_id = version_id
+        await asyncio.to_thread(self._publish, publisher, control, version_id)
         return publisher.pop_metrics()
 
     def _publish(
@@ -127,11 +133,9 @@ class ModelExpressCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Every tensor of the step's version, in host memory, verified; valid until the stream ends."""
-        receiver, control = self._receiver, self._connected()
+        control, receiver = self._connected(), self._receiver
         if receiver is None:
-            raise StateError(
-                "receive_weights: this worker is no rollout, or init_process_group was not called"
-            )
+            raise StateError("receive_weights: this worker is an actor")
         version_id = self._version(global_steps)
         await asyncio.to_thread(
             control.wait_for_state,
@@ -155,7 +159,11 @@ class ModelExpressCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if version_id is None or self._publisher is None:
             return
         if self._rank == 0:
-            self._connected().delete_weight_version(version_id)
+            try:
+                self._connected().delete_weight_version(version_id)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:  # else it was never created
+                    raise
         self._publisher.release()
 
     def close(self) -> None:
