@@ -78,6 +78,26 @@ def trainer_staging_mode() -> str:
     return _choice("MX_TRAINER_STAGING_MODE", names) or "IN_PLACE"
 
 
+def trainer_overlap() -> str:
+    """MX_TRAINER_OVERLAP (NONE): the name of a TrainerOverlap."""
+    return _choice("MX_TRAINER_OVERLAP", ("NONE", "PUBLISH", "CAPTURE")) or "NONE"
+
+
+def trainer_generations() -> int:
+    """MX_TRAINER_GENERATIONS (2): how many arenas a copying trainer has."""
+    return _int("MX_TRAINER_GENERATIONS", 2, least=1, most=1024)
+
+
+def trainer_max_generations() -> int | None:
+    """MX_TRAINER_MAX_GENERATIONS: how many arenas it may grow to; None where unset."""
+    return _read("MX_TRAINER_MAX_GENERATIONS", _between(1, 1024), _range_text(1, 1024))
+
+
+def trainer_back_pressure() -> str:
+    """MX_TRAINER_BACK_PRESSURE (WAIT): the name of a BackPressure."""
+    return _choice("MX_TRAINER_BACK_PRESSURE", ("WAIT", "SKIP", "GROW")) or "WAIT"
+
+
 def column_blocks() -> ColumnBlocks:
     """MX_TRAINER_COLUMN_BLOCKS: in how many blocks of columns a copying trainer stores which tensors."""
     return _read("MX_TRAINER_COLUMN_BLOCKS", _parsed(ColumnBlocks.parse), BLOCKS_ACCEPTS) or ColumnBlocks()

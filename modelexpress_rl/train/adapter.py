@@ -103,7 +103,8 @@ class StagedWeightVersionShardData:
     `publish_ready` completes when the bytes that the manifest describes are in place; None: they are.
     `source_reuse_ready` is a further condition of the engine's own under which the published buffers
     may be overwritten, beside that nobody reads them; None: there is none. `buffer_owner` is kept
-    until then, and its `release()` is called, where it has one.
+    until then; where it has them, its `wanted_back()` is called when the version is released, and its
+    `release()` at the end.
     """
 
     manifest: WeightVersionShardManifest
@@ -121,12 +122,22 @@ class ShardStaging(Protocol):
         """IN_PLACE or one of the copy modes."""
         ...
 
+    async def reserve(self) -> None:
+        """In the copy modes: have the memory that `stage` will copy to, before work that is in vain without.
+
+        `stage` does it where this was not called; IN_PLACE it does nothing.
+
+        Raises:
+            DeadlineExceeded: every generation was being read until the deadline, or the policy is to skip.
+        """
+        ...
+
     async def stage(self, boxes: Sequence[SourceBox]) -> StagedWeightVersionShardData:
         """Lend or copy these boxes, register their memory where it isn't yet, and make the manifest.
 
         Raises:
             UsageError: a box is impossible or two disagree; the message names the tensor.
-            DeadlineExceeded: every arena was being read until the deadline.
+            DeadlineExceeded: as `reserve`.
         """
         ...
 
@@ -186,8 +197,9 @@ class BoxAdapter(TrainerEngineAdapter):
 
     @property
     def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
-        """In place, or through a host arena."""
-        return frozenset({TrainerStagingMode.IN_PLACE, TrainerStagingMode.COPY_TO_HOST})
+        """In place, or through an arena on the host or on the tensors' own devices."""
+        modes = TrainerStagingMode
+        return frozenset({modes.IN_PLACE, modes.COPY_TO_HOST, modes.COPY_TO_DEVICE})
 
     @property
     def supported_payload_formats(self) -> frozenset[WeightPayloadFormat]:
@@ -229,6 +241,13 @@ class BoxContent:
 def total_bytes(boxes: Sequence[SourceBox]) -> int:
     """Bytes of all boxes together."""
     return sum(box.size_bytes for box in boxes)
+
+
+def want_back(data: StagedWeightVersionShardData) -> None:
+    """The version is released: its readers are waited for."""
+    wanted_back = getattr(data.buffer_owner, "wanted_back", None)
+    if wanted_back is not None:
+        wanted_back()
 
 
 def let_go(data: StagedWeightVersionShardData) -> None:

@@ -1,4 +1,4 @@
-"""Host arenas: where the copy modes put a version, registered once and used for many versions."""
+"""Arenas: memory on the host or on a GPU that the copy modes put versions into, and where what lies."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import logging
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from modelexpress_rl.errors import DeadlineExceeded, StateError
-from modelexpress_rl.transport.port import Agent, Region, Registration
+from modelexpress_rl.transport.port import Region
 
 _log = logging.getLogger(__name__)
 
-ARENAS = 2
 ALIGN_BYTES = 64
+Device: TypeAlias = tuple[str, int]
+HOST: Device = ("cpu", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ArenaLayout:
 
     @classmethod
     def of(cls, sizes_bytes: Iterable[int]) -> ArenaLayout:
-        """One after another, each at a multiple of `ALIGN_BYTES`."""
+        """One after another, each at a multiple of `ALIGN_BYTES`, which every dtype is content with."""
         offsets, end = [], 0
         for size_bytes in sizes_bytes:
             offsets.append(end)
@@ -38,111 +38,110 @@ class ArenaLayout:
         return cls(tuple(offsets), end)
 
 
-class HostArena:
-    """Page-aligned host memory that the agent has registered; `release` gives it back to its pool."""
+class Memory(Protocol):
+    """One allocation of a generation, on one device."""
 
-    def __init__(self, pool: ArenaPool, size_bytes: int) -> None:
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def addr(self) -> int: ...
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def owner(self) -> Any:
+        """What keeps it alive: an array on the host, a torch tensor on a GPU."""
+        ...
+
+    def part(self, at: int, size_bytes: int) -> Any:
+        """A piece of it to write into: an array on the host, a flat torch tensor of bytes on a GPU."""
+        ...
+
+
+class HostMemory:
+    """Page-aligned host memory; in huge pages where the kernel has them."""
+
+    def __init__(self, size_bytes: int) -> None:
         self.size_bytes = max(mmap.PAGESIZE, size_bytes)
-        self.held_by: str | None = None
-        self._pool = pool
         self._map = mmap.mmap(-1, self.size_bytes)
-        with contextlib.suppress(AttributeError, OSError):  # only where the kernel has huge pages
+        with contextlib.suppress(AttributeError, OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self.registration: Registration | None = None
+        self._array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self._is_pinned = False
+        self.owner: NDArray[np.uint8] = self._array.view()
+        self.owner.flags.writeable = False  # whoever writes it asks the generation
 
     @property
     def addr(self) -> int:
         """Where the memory begins."""
-        return self.memory.ctypes.data
+        return self._array.ctypes.data
 
     @property
     def region(self) -> Region:
-        """The whole arena."""
+        """All of it."""
         return Region(self.addr, self.size_bytes)
 
-    def release(self) -> None:
-        """Nobody reads it any more; a second call is harmless."""
-        self._pool.take_back(self)
+    def part(self, at: int, size_bytes: int) -> NDArray[np.uint8]:
+        """See `Memory`."""
+        return self._array[at : at + size_bytes]
+
+    def pin(self) -> None:
+        """Lock its pages for CUDA, so that copies from a GPU run beside the host: slower without."""
+        code = int(_cuda_runtime().cudaHostRegister(self.addr, self.size_bytes, 0))
+        self._is_pinned = code == 0
+        if code:
+            _log.warning("CUDA did not pin %d bytes: error %d", self.size_bytes, code)
+
+    def unpin(self) -> None:
+        """Undo `pin`; before the memory goes."""
+        if self._is_pinned:
+            self._is_pinned = False
+            _cuda_runtime().cudaHostUnregister(self.addr)
 
 
-class ArenaPool:
-    """At most `count` arenas: with two, version n + 1 is captured while n is read."""
+class DeviceMemory:
+    """Memory of a GPU, from torch's allocator."""
 
-    def __init__(self, agent: Agent, *, count: int = ARENAS) -> None:
-        self._agent = agent
-        self._count = count
-        self._arenas: list[HostArena] = []
-        self._making = 0
-        self._freed = anyio.Event()
-        self._closed = False
+    def __init__(self, device: Device, size_bytes: int) -> None:
+        import torch
+
+        self._device = device
+        self.owner = torch.empty(max(1, size_bytes), dtype=torch.uint8, device=torch.device(*device))
 
     @property
-    def arenas(self) -> tuple[HostArena, ...]:
-        """Those that exist, free or held."""
-        return tuple(self._arenas)
+    def size_bytes(self) -> int:
+        """Bytes of it."""
+        return int(self.owner.numel())
 
-    async def acquire(self, size_bytes: int, holder: str, timeout_s: float) -> HostArena:
-        """An arena of at least `size_bytes`, held by `holder` (for messages) until its `release`.
+    @property
+    def addr(self) -> int:
+        """Where the memory begins."""
+        return self.owner.data_ptr()
 
-        Raises:
-            DeadlineExceeded: all are held until the deadline; the message says by whom.
-        """
-        with anyio.move_on_after(timeout_s):
-            while True:
-                if (arena := self._take_free(size_bytes, holder)) is not None:
-                    return arena
-                await self._drop_too_small()
-                if len(self._arenas) + self._making < self._count:
-                    return await self._make(size_bytes, holder)
-                await self._freed.wait()
-        holders = ", ".join(arena.held_by or "a capture that begins" for arena in self._arenas)
-        raise DeadlineExceeded(
-            f"{holder}: no free arena after {timeout_s:g} s: {len(self._arenas)} of {self._count} are held "
-            f"by {holders}; release a version, or wait for its source_reuse_ready"
-        )
+    @property
+    def region(self) -> Region:
+        """All of it."""
+        return Region(self.addr, self.size_bytes, *self._device)
 
-    def take_back(self, arena: HostArena) -> None:
-        """As `HostArena.release`."""
-        arena.held_by = None
-        self._freed.set()
-        self._freed = anyio.Event()
+    def part(self, at: int, size_bytes: int) -> Any:
+        """See `Memory`."""
+        return self.owner[at : at + size_bytes]
 
-    async def aclose(self) -> None:
-        """Deregister all arenas; idempotent. Their memory goes when nobody refers to it any more."""
-        self._closed = True
-        arenas, self._arenas = self._arenas, []
-        for arena in arenas:
-            await self._deregister(arena)
 
-    def _take_free(self, size_bytes: int, holder: str) -> HostArena | None:
-        if self._closed:
-            raise StateError(f"{holder}: the trainer client is closed")
-        fitting = [a for a in self._arenas if a.held_by is None and a.size_bytes >= size_bytes]
-        if not fitting:
-            return None
-        arena = min(fitting, key=lambda one: one.size_bytes)
-        arena.held_by = holder
-        return arena
+def _cuda_runtime() -> Any:
+    import torch
 
-    async def _drop_too_small(self) -> None:
-        """None of the free ones fits: they make room for one that does."""
-        for arena in [one for one in self._arenas if one.held_by is None]:
-            self._arenas.remove(arena)
-            await self._deregister(arena)
+    cuda: Any = torch.cuda
+    return cuda.cudart()
 
-    async def _make(self, size_bytes: int, holder: str) -> HostArena:
-        self._making += 1
-        try:
-            arena = HostArena(self, size_bytes)
-            arena.held_by = holder
-            arena.registration = await self._agent.register([arena.region])
-            self._arenas.append(arena)
-        finally:
-            self._making -= 1
-        return arena
 
-    async def _deregister(self, arena: HostArena) -> None:
-        registration, arena.registration = arena.registration, None
-        if registration is not None:
-            await self._agent.deregister(registration)
+def memory_on(device: Device, size_bytes: int, *, pinned: bool = False) -> HostMemory | DeviceMemory:
+    """Allocate memory on a device; on the host `pinned` for copies from a GPU."""
+    if device != HOST:
+        return DeviceMemory(device, size_bytes)
+    memory = HostMemory(size_bytes)
+    if pinned:
+        memory.pin()
+    return memory

@@ -24,6 +24,7 @@ from modelexpress_rl.train.methods.port import StagedShard
 from modelexpress_rl.train.resources import AgentFactory, nixl_agent
 from modelexpress_rl.train.runtime import TrainerRuntime
 from modelexpress_rl.train.settings import TrainerSettings, resolve
+from modelexpress_rl.train.streams import Marks, marks_now
 from modelexpress_rl.version import WeightVersionRef
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,31 @@ class StagedWeightVersionShard:
     def publish_ready(self) -> Fence:
         """Completes when the bytes are in place; in the copy modes training may go on then."""
         return self._staged.publish_ready
+
+    @property
+    def published(self) -> Fence:
+        """Completes when the control plane has confirmed the version; breaks, saying why, where it won't."""
+        return self._staged.published
+
+    @property
+    def weights_free(self) -> Fence:
+        """Completes when the trainer may write its weights again, whatever the staging mode.
+
+        `publish_ready` in the copy modes, `source_reuse_ready` IN_PLACE. Where it breaks, the capture failed:
+        the weights may be written, and the version is not published.
+        """
+        return self._staged.weights_free
+
+    @property
+    def skipped(self) -> bool:
+        """Whether readers held every generation and `back_pressure` is SKIP: the version is not published.
+
+        Then `publish` does nothing, `publish_ready` and `published` are broken and say by which versions the
+        generations are held, `source_reuse_ready` and `weights_free` are complete. Nobody waits for this
+        rank in vain who asks whether the version will be READY only once it is released: whoever created
+        the version should release it, unless another replica publishes this slot.
+        """
+        return self._staged.skipped
 
     @property
     def source_reuse_ready(self) -> Fence:
@@ -187,17 +213,40 @@ class AsyncModelExpressTrainerClient:
 
         Raises:
             StateError: other tensors are staged or published as this version, or a bound tensor moved.
-            DeadlineExceeded: COPY_TO_HOST, and every arena was being read until the deadline.
+            DeadlineExceeded: in the copy modes, and every generation was being read until the deadline.
         """
         self._background.check()
         staged = await self._runtime.stage(_ref(version), tensors=tensors, hf_tensor_iter=hf_tensor_iter)
         return StagedWeightVersionShard(self._runtime, staged)
 
-    async def publish_version(self, version: WeightVersionRef | Any) -> StagedWeightVersionShard:
-        """Stage and publish the bound tensors; raises as `stage_shard` and `publish` do."""
+    async def publish_version(
+        self, version: WeightVersionRef | Any, tensors: Any = None
+    ) -> StagedWeightVersionShard:
+        """Stage and publish the bound tensors, or `tensors`; raises as `stage_shard` and `publish` do.
+
+        By the config's `overlap` it returns when the control plane has confirmed the version (NONE), when the
+        bytes are in place (PUBLISH), or once the capture has begun (CAPTURE): then the weights may be written
+        when `weights_free` of what is returned completes. What goes on afterwards raises nothing here: its
+        failure breaks `published`, or `publish_ready` where it is the capture's. Where readers hold every
+        generation, `back_pressure` decides; see `skipped`.
+        """
+        return await self.publish_version_after(version, tensors, marks_now())
+
+    async def publish_version_after(
+        self, version: WeightVersionRef | Any, tensors: Any, after: Marks
+    ) -> StagedWeightVersionShard:
+        """As `publish_version`, with weights that are complete once what the marks stand for has ended."""
         self._background.check()
-        staged = await self._runtime.publish_bound(_ref(version))
+        staged = await self._runtime.publish_bound(_ref(version), tensors=tensors, after=after)
         return StagedWeightVersionShard(self._runtime, staged)
+
+    @property
+    def room(self) -> int | None:
+        """How many versions can be captured now without waiting or skipping; None IN_PLACE.
+
+        Ranks that must skip the same versions can agree on the least of theirs before they publish.
+        """
+        return self._runtime.room
 
     async def release_version(self, version: WeightVersionRef | Any) -> Fence:
         """Want a version's buffers back; returns the fence that says when they are.
@@ -263,6 +312,21 @@ class BlockingStagedShard:
         return BlockingFence(self._staged.publish_ready)
 
     @property
+    def published(self) -> BlockingFence:
+        """As `StagedWeightVersionShard.published`, with a blocking `wait`."""
+        return BlockingFence(self._staged.published)
+
+    @property
+    def weights_free(self) -> BlockingFence:
+        """As `StagedWeightVersionShard.weights_free`, with a blocking `wait`."""
+        return BlockingFence(self._staged.weights_free)
+
+    @property
+    def skipped(self) -> bool:
+        """As `StagedWeightVersionShard.skipped`."""
+        return self._staged.skipped
+
+    @property
     def source_reuse_ready(self) -> BlockingFence:
         """As `StagedWeightVersionShard.source_reuse_ready`, with a blocking `wait`."""
         return BlockingFence(self._staged.source_reuse_ready)
@@ -321,10 +385,15 @@ class ModelExpressTrainerClient:
         staged = self._portal.call(self._client.stage_shard, version, tensors, hf_tensor_iter)
         return BlockingStagedShard(self._portal, staged)
 
-    def publish_version(self, version: WeightVersionRef | Any) -> BlockingStagedShard:
+    def publish_version(self, version: WeightVersionRef | Any, tensors: Any = None) -> BlockingStagedShard:
         """As `AsyncModelExpressTrainerClient.publish_version`."""
-        staged = self._portal.call(self._client.publish_version, version)
+        staged = self._portal.call(self._client.publish_version_after, version, tensors, marks_now())
         return BlockingStagedShard(self._portal, staged)
+
+    @property
+    def room(self) -> int | None:
+        """As `AsyncModelExpressTrainerClient.room`."""
+        return self._portal.call(_as_async, lambda: self._client.room)
 
     def release_version(self, version: WeightVersionRef | Any) -> BlockingFence:
         """As `AsyncModelExpressTrainerClient.release_version`."""

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from statemachines.back_pressure import BackPressure
+
 if TYPE_CHECKING:
     from modelexpress_rl.object_storage import ObjectStorageConfig
     from modelexpress_rl.train.adapter import TrainerEngineAdapter
     from modelexpress_rl.version import WeightPayloadFormat
+
+__all__ = [
+    "BackPressure",
+    "ModelExpressTrainerConfig",
+    "TrainerEngineContext",
+    "TrainerOverlap",
+    "TrainerStagingMode",
+]
 
 
 class TrainerStagingMode(StrEnum):
@@ -26,6 +36,19 @@ class TrainerStagingMode(StrEnum):
     COPY_TO_DEVICE = "COPY_TO_DEVICE"
     COPY_TO_HOST = "COPY_TO_HOST"
     WRITE_TO_STORAGE = "WRITE_TO_STORAGE"
+
+
+class TrainerOverlap(StrEnum):
+    """What of a publication goes on by itself once `publish_version` has returned.
+
+    NONE: nothing; it returns once the control plane has confirmed the version, as in 0.7. PUBLISH: the
+    announcement; it returns once the copy is made. CAPTURE: the copy, too; it returns at once, and the
+    trainer may write its weights again when `weights_free` completes.
+    """
+
+    NONE = "NONE"
+    PUBLISH = "PUBLISH"
+    CAPTURE = "CAPTURE"
 
 
 class TrainerEngineContext(ABC):
@@ -52,10 +75,16 @@ class ModelExpressTrainerConfig:
     copy modes: in how many blocks of columns row-parallel weights are stored, or which tensors by patterns
     of their names; give the least common multiple of the readers' tensor-parallel sizes.
 
+    `overlap` (`MX_TRAINER_OVERLAP`, NONE) says what of a publication goes on while training does. The copy
+    modes copy into `generations` of memory (`MX_TRAINER_GENERATIONS`, 2), so that a version is captured
+    while others are read. `back_pressure` (`MX_TRAINER_BACK_PRESSURE`, WAIT) says what happens where readers
+    hold all of them: WAIT for `staging_timeout_seconds`; SKIP the version; or GROW, which makes one more, up
+    to `max_generations` (`MX_TRAINER_MAX_GENERATIONS`, twice `generations`), and then waits.
+
     Further bounds, in seconds: `release_grace_seconds` is how long a released publication waits for
     the orchestrator to release the version before it is retracted; `close_timeout_seconds` how long
     `close` waits for readers; `max_lease_ttl_seconds` the longest lease that a server grants which
-    doesn't say; `staging_timeout_seconds` how long a capture waits for a free arena.
+    doesn't say; `staging_timeout_seconds` how long a capture waits for a free generation.
     """
 
     device_id: int | None = None
@@ -76,3 +105,7 @@ class ModelExpressTrainerConfig:
     staging_timeout_seconds: float = 300.0
     topology: Mapping[str, str] | None = None
     column_blocks: int | Mapping[str, int] | None = None
+    overlap: TrainerOverlap | str | None = None
+    generations: int | None = None
+    max_generations: int | None = None
+    back_pressure: BackPressure | str | None = None

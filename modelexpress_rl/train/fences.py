@@ -167,6 +167,25 @@ async def wait_for(fence: CompletionFence, timeout_s: float, what: str) -> None:
     raise DeadlineExceeded(f"{what}: not complete after {timeout_s:g} s")
 
 
+async def complete_after(fence: Fence, other: CompletionFence, timeout_s: float, what: str) -> None:
+    """Complete `fence` once `other`, named `what`, has; break it where that doesn't within `timeout_s`."""
+    try:
+        await wait_for(other, timeout_s, what)
+    except BaseException as error:
+        fence.break_(f"{what} failed: {error!r}")
+        if not isinstance(error, Exception):
+            raise
+    else:
+        fence.complete()
+
+
+def broken_fence(what: str, reason: str) -> Fence:
+    """A fence that has broken."""
+    fence = Fence(what)
+    fence.break_(reason)
+    return fence
+
+
 def _loop_runs_here() -> bool:
     try:
         asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -103,35 +104,49 @@ def bytes_of(addr: int, size_bytes: int, device_kind: str, owner: Any) -> NDArra
 
 
 def copies_to_host(extents: Sequence[Extent], targets: Sequence[NDArray[np.uint8]]) -> list[Job]:
-    """What has to be done to copy every extent into its target, in any order, by any threads."""
+    """What has to be done to copy every extent of a CPU into its target, in any order, by any threads."""
     return [
-        partial(_copy, (extent, target, begin, min(COPY_CHUNK_BYTES, extent.size_bytes - begin)))
+        partial(_copy, extent, target, begin, min(COPY_CHUNK_BYTES, extent.size_bytes - begin))
         for extent, target in zip(extents, targets, strict=True)
         for begin in range(0, extent.size_bytes, COPY_CHUNK_BYTES)
     ]
 
 
-def run_all(jobs: Sequence[Job], threads: int) -> None:
-    """Do all jobs and return when the last is done. Run it in a thread."""
-    if threads > 1 and len(jobs) > 1:
-        with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="mx-copy") as pool:
-            for done in [pool.submit(job) for job in jobs]:
-                done.result()
-    else:
-        for job in jobs:
-            job()
-
-
-def _copy(job: tuple[Extent, NDArray[np.uint8], int, int]) -> None:
-    extent, target, begin, size_bytes = job
-    into = target[begin : begin + size_bytes]
-    if extent.device_kind == "cpu":
-        np.copyto(into, host_bytes(extent.addr + begin, size_bytes))
-        return
+def copy_on_stream(extent: Extent, target: Any) -> None:
+    """Queue the copy of a GPU's extent into an array on the host, or a tensor on a GPU."""
     import torch  # only an engine that has tensors on a GPU comes here
 
-    source = torch_bytes(extent.addr + begin, size_bytes, extent.owner)
-    torch.from_numpy(into).copy_(source)
+    source = torch_bytes(extent.addr, extent.size_bytes, extent.owner)
+    into = target if isinstance(target, torch.Tensor) else torch.from_numpy(target)
+    into.copy_(source, non_blocking=True)
+
+
+def run_all(jobs: Sequence[Job], threads: int, wanted: Callable[[], bool] = lambda: True) -> bool:
+    """Do all jobs and return True when the last is done, or False as soon as they are wanted no more.
+
+    Run it in a thread. Returns, or raises, only once nothing is being done any more.
+    """
+    left = deque(jobs)
+
+    def work() -> None:
+        while wanted():
+            try:
+                job = left.popleft()
+            except IndexError:
+                return
+            job()
+
+    if threads > 1 and len(jobs) > 1:
+        with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="mx-copy") as pool:
+            for done in [pool.submit(work) for _ in range(min(threads, len(jobs)))]:
+                done.result()
+    else:
+        work()
+    return not left and wanted()
+
+
+def _copy(extent: Extent, target: NDArray[np.uint8], begin: int, size_bytes: int) -> None:
+    np.copyto(target[begin : begin + size_bytes], host_bytes(extent.addr + begin, size_bytes))
 
 
 def torch_bytes(addr: int, size_bytes: int, owner: Any) -> Any:

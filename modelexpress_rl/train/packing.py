@@ -65,28 +65,39 @@ class PackedBox:
         step = max(1, COPY_ROWS_BYTES // (self.box.size_bytes // self.rows))
         return [range(begin, min(begin + step, self.rows)) for begin in range(0, self.rows, step)]
 
-    def copy(self, target: NDArray[np.uint8], rows: range) -> None:
-        """Copy some rows into the blocks that `target` holds, and return when they have arrived."""
-        box, elsize = self.box, self.elsize
-        width = box.shape[-1] * elsize
-        source: Any
-        if box.device_kind == "cpu":
-            size = gcd(8, elsize * gcd(*self.cuts), box.addr)
-            dtype = np.dtype(f"u{size}")
-            source = host_bytes(box.addr, box.size_bytes).view(dtype).reshape(self.rows, width // size)
+    def copy(self, target: Any, rows: range) -> None:
+        """Copy some rows into the blocks that `target` holds, an array or, on a GPU, a tensor of bytes.
+
+        Rows on the host have arrived when this returns; those on a GPU are queued on its current stream.
+        """
+        if self.box.device_kind == "cpu":
+            self._copy_here(target, rows)
         else:
-            size, dtype = 1, np.dtype(np.uint8)
-            source = torch_bytes(box.addr, box.size_bytes, box.owner).view(self.rows, width)
+            self._queue(target, rows)
+
+    def _copy_here(self, target: NDArray[np.uint8], rows: range) -> None:
+        box, elsize = self.box, self.elsize
+        size = gcd(8, elsize * gcd(*self.cuts), box.addr)
+        dtype = np.dtype(f"u{size}")
+        width = box.shape[-1] * elsize // size
+        source = host_bytes(box.addr, box.size_bytes).view(dtype).reshape(self.rows, width)
         for begin, end in pairwise(self.cuts):
             at, columns = self.rows * begin * elsize, (end - begin) * elsize
             block = target[at : at + self.rows * columns].view(dtype).reshape(self.rows, columns // size)
             part = source[rows.start : rows.stop, begin * elsize // size : end * elsize // size]
-            if box.device_kind == "cpu":
-                np.copyto(block[rows.start : rows.stop], part)
-            else:
-                import torch  # only an engine that has tensors on a GPU comes here
+            np.copyto(block[rows.start : rows.stop], part)
 
-                torch.from_numpy(block[rows.start : rows.stop]).copy_(part)
+    def _queue(self, target: Any, rows: range) -> None:
+        import torch  # only an engine that has tensors on a GPU comes here
+
+        box, elsize = self.box, self.elsize
+        source = torch_bytes(box.addr, box.size_bytes, box.owner).view(self.rows, box.shape[-1] * elsize)
+        into = target if isinstance(target, torch.Tensor) else torch.from_numpy(target)
+        for begin, end in pairwise(self.cuts):
+            at, columns = self.rows * begin * elsize, (end - begin) * elsize
+            block = into[at : at + self.rows * columns].view(self.rows, columns)
+            part = source[rows.start : rows.stop, begin * elsize : end * elsize]
+            block[rows.start : rows.stop].copy_(part, non_blocking=True)
 
 
 def packed(boxes: Sequence[SourceBox], blocks: ColumnBlocks) -> dict[int, PackedBox]:

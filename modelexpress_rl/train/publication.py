@@ -20,7 +20,7 @@ import anyio.lowlevel
 from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.errors import StateError, Unavailable
 from modelexpress_rl.rpc import Backoff, RpcError
-from modelexpress_rl.train.adapter import StagedWeightVersionShardData, let_go
+from modelexpress_rl.train.adapter import StagedWeightVersionShardData, let_go, want_back
 from modelexpress_rl.train.announcing import (
     Answer,
     Filed,
@@ -31,7 +31,7 @@ from modelexpress_rl.train.announcing import (
     announce,
 )
 from modelexpress_rl.train.draining import Drain
-from modelexpress_rl.train.fences import Fence, wait_for
+from modelexpress_rl.train.fences import Fence, complete_after
 from modelexpress_rl.train.manifest_service import ServedShard
 from modelexpress_rl.train.publication_ports import PublicationPorts
 from modelexpress_rl.train.version_watch import Sight, Stage, watch
@@ -51,6 +51,8 @@ _ENDED = (State.REUSABLE, State.FAILED)
 class Publication:
     """One version in one slot: its record, its fences, its buffers and its background effects."""
 
+    skipped = False
+
     def __init__(
         self,
         ports: PublicationPorts,
@@ -63,7 +65,9 @@ class Publication:
         self.slot_id = slot_id
         self.record = records.begin(VersionId(version_id), SlotId(slot_id))
         self.publish_ready = Fence(f"publish_ready of {self}")
+        self.published = Fence(f"published of {self}")
         self.source_reuse_ready = Fence(f"source_reuse_ready of {self}")
+        self.lends_weights = False
         self.data: StagedWeightVersionShardData | None = None
         self.refusal: RpcError | None = None
         self._ports = ports
@@ -73,11 +77,11 @@ class Publication:
         self._attempts = 0
         self._attempt_ended = anyio.Event()
         self._ever_announced = False
-        self._confirmed_once = False
         self._unregistered = 0
         self._created_ms: int | None = None
         self._lost_bound_ms: int | None = None
         self._closing = False
+        self._unwanted = False
         self._given_up = False
         self._rng = random.Random()
 
@@ -94,11 +98,17 @@ class Publication:
         """Whether it is REUSABLE or FAILED."""
         return self.state in _ENDED
 
-    # What the client asks for.
+    @property
+    def weights_free(self) -> Fence:
+        """See `StagedShard`."""
+        return self.source_reuse_ready if self.lends_weights else self.publish_ready
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """The capture: a release or a close cancels it, a failure breaks the fences."""
+        """A part of the capture: a release or a close cancels it, a failure breaks the fences."""
+        if self._unwanted:
+            self._capture_failed(_UNWANTED)
+            raise StateError(f"{self}: {_UNWANTED}")
         scope = self._tasks["capture"] = anyio.CancelScope()
         try:
             with scope:
@@ -125,9 +135,10 @@ class Publication:
         self.handle(records.Captured())
 
     async def publish(self) -> None:
-        """Announce, and return once the control plane has confirmed it; again is harmless.
+        """Announce it once it is captured, and return when that is confirmed; again is harmless.
 
         Raises:
+            FenceBroken: the capture failed.
             RpcError: it was refused; the buffers are free again.
             Unavailable: no answer within the RPC timeout; it counts as announced, and the announcement
                 goes on in the background. Or the control plane has been away for so long that it was
@@ -136,6 +147,8 @@ class Publication:
         """
         if self._is_confirmed():
             return
+        if self.state is State.CAPTURING:
+            await self.publish_ready.wait()
         if self.state in (State.STAGED, State.PUBLISHED):
             self.handle(records.Publish())
             self._tell_if_cut_off()
@@ -164,13 +177,14 @@ class Publication:
     def release(self) -> None:
         """The owner wants the buffers back; again is harmless."""
         if self.state is State.CAPTURING:
+            self._unwanted = True
             self._cancel("capture")
         else:
             self.handle(records.Release())
 
     def close(self) -> None:
         """The process is going away: release without grace."""
-        self._closing = True
+        self._closing = self._unwanted = True
         self._cancel("capture")
         if self.state is State.DRAINING:
             self._cancel("drain")  # begin again, without the grace
@@ -191,8 +205,6 @@ class Publication:
         """Nothing drives this publication any more: no fence may stay open."""
         self._break(reason)
         self._ports.service.stop(self.version_id, self.slot_id)
-
-    # The machine.
 
     def handle(self, event: records.Event) -> None:
         """Feed an event, perform what is decided, and stop what its state no longer wants.
@@ -216,9 +228,12 @@ class Publication:
 
     def _entered(self, state: State) -> None:
         _log.debug("%s: %s", self, state.value)
+        if state is State.DRAINING and self.data is not None:
+            want_back(self.data)
         if state in (State.PUBLISHED, State.DRAINING):
             self._tell_if_cut_off()
         elif state in _ENDED:
+            self.published.break_(f"it is {state.value}, and was never confirmed")
             self._let_go()
             self._on_end(self)
 
@@ -331,12 +346,13 @@ class Publication:
             return
         self._lost_bound_ms = None
         self._unregistered = 0
-        self._confirmed_once = True
+        self.published.complete()
         say(records.Announced())
 
     def _refused(self, say: Say, error: RpcError) -> None:
         self.refusal = error
         _log.warning("%s: the announcement was refused: %s", self, error)
+        self.published.break_(f"the control plane refused it: {error}")
         say(records.AnnounceRefused())
 
     async def _watch(self, say: Say) -> None:
@@ -411,8 +427,6 @@ class Publication:
         self._given_up = not self._ever_announced
         say(records.BoundPassed())
 
-    # Small steps.
-
     def _tell_if_cut_off(self) -> None:
         registration = self._ports.registration
         if registration.cut_off:
@@ -429,19 +443,9 @@ class Publication:
         if engine_fence is None:
             self.source_reuse_ready.complete()
             return
-
-        async def after_engine() -> None:
-            what = f"the engine's own source_reuse_ready of {self}"
-            try:
-                await wait_for(engine_fence, self._ports.engine_fence_timeout_s, what)
-            except BaseException as error:
-                self.source_reuse_ready.break_(f"{what} failed: {error!r}")
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                self.source_reuse_ready.complete()
-
-        self._ports.background.spawn(after_engine)
+        what = f"the engine's own source_reuse_ready of {self}"
+        timeout_s = self._ports.engine_fence_timeout_s
+        self._ports.background.spawn(complete_after, self.source_reuse_ready, engine_fence, timeout_s, what)
 
     def _let_go(self) -> None:
         data, self.data = self.data, None
@@ -450,6 +454,7 @@ class Publication:
 
     def _break(self, reason: str) -> None:
         self.publish_ready.break_(reason)
+        self.published.break_(reason)
         self.source_reuse_ready.break_(reason)
 
     def _capture_failed(self, reason: str) -> None:
@@ -457,7 +462,7 @@ class Publication:
             self.handle(records.CaptureFailed(reason))
 
     def _is_confirmed(self) -> bool:
-        return self._confirmed_once
+        return self.published.done
 
     def _is_announcing(self) -> bool:
         return isinstance(self.record.phase, records.Staged) and self.record.phase.announcing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,22 +12,25 @@ import anyio
 from modelexpress_rl import envs
 from modelexpress_rl.background import Background
 from modelexpress_rl.clock import MONOTONIC, Clock
-from modelexpress_rl.errors import StateError, UsageError
+from modelexpress_rl.errors import ModelExpressError, StateError, UsageError
 from modelexpress_rl.object_storage import ObjectStorageConfig
 from modelexpress_rl.rpc import ControlPlane
 from modelexpress_rl.rpc.network import GRPC, Network
 from modelexpress_rl.rpc.registration import MARGIN_MS, Registration
 from modelexpress_rl.timing import RefitRecord, RefitTimings
+from modelexpress_rl.train.config import TrainerOverlap
 from modelexpress_rl.train.fences import Fence
+from modelexpress_rl.train.generations import GenerationPool
 from modelexpress_rl.train.methods.canonical import build_canonical_method
 from modelexpress_rl.train.methods.full_tensor import FullTensorMethod
-from modelexpress_rl.train.methods.port import PublishMethod, StagedShard
+from modelexpress_rl.train.methods.port import PLAINLY, How, PublishMethod, StagedShard
 from modelexpress_rl.train.publication_ports import PublicationPorts
 from modelexpress_rl.train.publications import Publications
 from modelexpress_rl.train.resources import AgentFactory, TrainerResources, nixl_agent
 from modelexpress_rl.train.security import WorkerSecurity
 from modelexpress_rl.train.settings import TrainerSettings
 from modelexpress_rl.train.staging import Stager
+from modelexpress_rl.train.streams import NO_MARKS, Marks
 from modelexpress_rl.version import WeightVersionRef
 
 _log = logging.getLogger(__name__)
@@ -48,11 +52,15 @@ class TrainerRuntime:
         resources: TrainerResources | None = None,
         publications: Publications | None = None,
         timings: RefitTimings | None = None,
+        background: Background | None = None,
+        overlap: TrainerOverlap = TrainerOverlap.NONE,
     ) -> None:
         self._method = method
         self._resources = resources
         self._publications = publications
         self._timings = timings or RefitTimings("trainer")
+        self._background = background
+        self._overlap = overlap
         self._records: dict[int, tuple[StagedShard, RefitRecord]] = {}
         self._closed = False
 
@@ -101,7 +109,11 @@ class TrainerRuntime:
         publications = Publications(ports)
         registration.on_change = publications.registration_changed
         method = FullTensorMethod(
-            stager=Stager(resources.agent, column_blocks=settings.column_blocks),
+            stager=Stager(
+                resources.agent,
+                generations=GenerationPool(resources.agent, settings.limits),
+                column_blocks=settings.column_blocks,
+            ),
             publications=publications,
             background=background,
             create_adapter=context.create_adapter,
@@ -110,7 +122,13 @@ class TrainerRuntime:
             close_timeout_s=settings.close_timeout_s,
             staging_timeout_s=settings.staging_timeout_s,
         )
-        return cls(method, resources=resources, publications=publications)
+        return cls(
+            method,
+            resources=resources,
+            publications=publications,
+            background=background,
+            overlap=settings.overlap,
+        )
 
     @property
     def requires_registration(self) -> bool:
@@ -142,19 +160,34 @@ class TrainerRuntime:
         self._check_open()
         return self._method.bind_tensors(tensors)
 
+    @property
+    def room(self) -> int | None:
+        """How many versions can be captured now without waiting; None where nothing bounds it."""
+        self._check_open()
+        return self._method.room
+
     async def stage(
-        self, version: WeightVersionRef, *, tensors: Any = None, hf_tensor_iter: Iterable[Any] | None = None
+        self,
+        version: WeightVersionRef,
+        *,
+        tensors: Any = None,
+        hf_tensor_iter: Iterable[Any] | None = None,
+        how: How = PLAINLY,
     ) -> StagedShard:
-        """Capture a version; its timing record ends with `publish`, or here where this fails."""
+        """Capture a version; its timing record ends with `publish`, or here where this fails or skips it."""
         self._check_open()
         record = self._timings.begin(version.version_id)
         try:
             staged = await self._method.stage(
-                version.version_id, record, tensors=tensors, hf_tensor_iter=hf_tensor_iter
+                version.version_id, record, tensors=tensors, hf_tensor_iter=hf_tensor_iter, how=how
             )
         except BaseException:
             record.finish(failed=True)
             raise
+        record.count(skipped=staged.skipped)
+        if staged.skipped:
+            record.finish()
+            return staged
         self._records.setdefault(id(staged), (staged, record))
         return staged
 
@@ -173,11 +206,27 @@ class TrainerRuntime:
             raise
         record.finish()
 
-    async def publish_bound(self, version: WeightVersionRef) -> StagedShard:
-        """Stage and publish the bound tensors under one timing record."""
-        staged = await self.stage(version)
-        await self.publish(staged)
+    async def publish_bound(
+        self, version: WeightVersionRef, *, tensors: Any = None, after: Marks = NO_MARKS
+    ) -> StagedShard:
+        """Stage and publish under one timing record; what the overlap says goes on in the background."""
+        began_s = time.perf_counter()
+        how = How(after, in_background=self._overlap is TrainerOverlap.CAPTURE)
+        staged = await self.stage(version, tensors=tensors, how=how)
+        if self._overlap is TrainerOverlap.NONE or self._background is None:
+            await self.publish(staged)
+        elif not staged.skipped:
+            _, record = self._records.get(id(staged), (staged, None))
+            if record is not None:
+                record.count(trainer_stall_s=time.perf_counter() - began_s)
+            self._background.spawn(self._publish_by_itself, staged, name=f"publication of {staged}")
         return staged
+
+    async def _publish_by_itself(self, staged: StagedShard) -> None:
+        try:
+            await self.publish(staged)
+        except ModelExpressError as error:  # whoever wants to know waits for `published`
+            _log.warning("%s: not published: %s", staged, error)
 
     def release(self, version: WeightVersionRef) -> Fence:
         """Want the buffers of a version back; the fence says when they are."""

@@ -14,13 +14,20 @@ from modelexpress_rl.errors import UsageError
 from modelexpress_rl.object_storage import ObjectStorageConfig
 from modelexpress_rl.rpc import Address, parse_addresses
 from modelexpress_rl.topology import Topology
-from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerEngineContext, TrainerStagingMode
+from modelexpress_rl.train.config import (
+    ModelExpressTrainerConfig,
+    TrainerEngineContext,
+    TrainerOverlap,
+    TrainerStagingMode,
+)
 from modelexpress_rl.version import WeightPayloadFormat
+from statemachines.back_pressure import BackPressure, Limits
 
 E = TypeVar("E", bound=StrEnum)
 
 MAX_DEVICE_INDEX = 65_535
 MAX_TTL_S = 1 << 31
+MAX_GENERATIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,8 @@ class TrainerSettings:
     grpc_port: int
     topology: Topology
     column_blocks: ColumnBlocks
+    overlap: TrainerOverlap
+    limits: Limits
 
 
 def resolve(config: ModelExpressTrainerConfig) -> TrainerSettings:
@@ -94,7 +103,22 @@ def resolve(config: ModelExpressTrainerConfig) -> TrainerSettings:
         column_blocks=(
             envs.column_blocks() if config.column_blocks is None else ColumnBlocks.of(config.column_blocks)
         ),
+        overlap=arguments.choice(
+            TrainerOverlap, "overlap", envs.trainer_overlap() if config.overlap is None else config.overlap
+        ),
+        limits=_limits(config),
     )
+
+
+def _limits(config: ModelExpressTrainerConfig) -> Limits:
+    count = envs.trainer_generations() if config.generations is None else config.generations
+    arguments.whole("generations", count, 1, MAX_GENERATIONS)
+    most = envs.trainer_max_generations() if config.max_generations is None else config.max_generations
+    most = 2 * count if most is None else arguments.whole("max_generations", most, 1, MAX_GENERATIONS)
+    if most < count:
+        raise UsageError(f"max_generations: expected at least generations, which is {count}, got {most}")
+    policy = envs.trainer_back_pressure() if config.back_pressure is None else config.back_pressure
+    return Limits(count, most, arguments.choice(BackPressure, "back_pressure", policy))
 
 
 def _refuse_contradictions(

@@ -15,6 +15,7 @@ from modelexpress_rl.rpc import RpcError
 from modelexpress_rl.train.client import AsyncModelExpressTrainerClient, StagedWeightVersionShard
 from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerStagingMode
 from modelexpress_rl.train.engines.plain import PlainTrainerContext
+from modelexpress_rl.train.memory import host_bytes
 from modelexpress_rl.version import WeightPayloadFormat
 from tests.simulation.hosts import Host
 from tests.simulation.job import Wanted
@@ -158,7 +159,7 @@ class TrainerHost(Host):
             if arena is None:
                 buffer.spoil()
             else:
-                arena[:] = 0xA5
+                host_bytes(arena.ctypes.data, arena.nbytes)[:] = 0xA5
 
         if arena is not None:
             buffer.spoil()  # in the copy modes training goes on at once

@@ -54,6 +54,11 @@ BEYOND_THE_WORLD = frozenset(
         "digests_agree",
         "shard_is_published",
         "no_other_content",
+        "is_of_an_earlier_use",
+        "is_being_copied",
+        "is_this_use",
+        "nothing_writes",
+        "copy_is_whole",
     }
 )
 

@@ -119,7 +119,11 @@ def bytes_of(tensors: dict[str, Any]) -> dict[str, bytes]:
     return {name: tensor.tobytes() for name, tensor in tensors.items()}
 
 
-MODES = [TrainerStagingMode.IN_PLACE, TrainerStagingMode.COPY_TO_HOST]
+MODES = [
+    TrainerStagingMode.IN_PLACE,
+    TrainerStagingMode.COPY_TO_HOST,
+    TrainerStagingMode.COPY_TO_DEVICE,
+]
 
 
 class TestPublishing:
@@ -334,7 +338,7 @@ class TestArenas:
             one = await client.publish_version("v1")
             lease = await job.orchestrator.lease("v1")
             await client.publish_version("v2")
-            with pytest.raises(DeadlineExceeded, match="held by version v1, version v2"):
+            with pytest.raises(DeadlineExceeded, match=r"held by version v1 \(SERVING\), version v2"):
                 await client.stage_shard("v3")
             one.release()
             await job.orchestrator.return_lease("v1", lease)

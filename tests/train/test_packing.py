@@ -14,8 +14,8 @@ from modelexpress_rl.reshard.memory import bytes_at
 from modelexpress_rl.reshard.merge import SourceManifest, merge
 from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.planner import plan
-from modelexpress_rl.timing import RefitTimings
-from modelexpress_rl.train.adapter import SourceBox
+from modelexpress_rl.timing import RefitRecord, RefitTimings
+from modelexpress_rl.train.adapter import SourceBox, StagedWeightVersionShardData
 from modelexpress_rl.train.engines.plain import PlainAdapter, PlainBox, PlainTrainerContext
 from modelexpress_rl.train.packing import packed
 from modelexpress_rl.train.staging import Stager
@@ -31,6 +31,12 @@ def boxes_of(*boxes: PlainBox) -> tuple[SourceBox, ...]:
     adapter = PlainAdapter(PlainTrainerContext(boxes))
     adapter.bind_tensors(boxes)
     return adapter.boxes()
+
+
+async def copied(
+    stager: Stager, boxes: tuple[SourceBox, ...], version_id: str, record: RefitRecord
+) -> StagedWeightVersionShardData:
+    return await stager.copy(boxes, await stager.generations.reserve(version_id, 5.0), record)
 
 
 def noise(*shape: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
@@ -95,7 +101,7 @@ async def test_a_copy_has_the_bytes_and_a_slice_is_one_run(dtype: Any) -> None:
     )
     stager = Stager(Hub().agent("trainer"), column_blocks=ColumnBlocks.of(4))
     record = RefitTimings("trainer").begin("v1")
-    staged = await stager.copy(boxes, "v1", 5.0, record)
+    staged = await copied(stager, boxes, "v1", record)
     down[...], experts[...] = 0, 0  # what is published is the copy
     down, experts = noise(64, 128, dtype=dtype), noise(4, 32, 64, dtype=dtype)
 
@@ -126,9 +132,9 @@ async def test_the_same_tensors_are_laid_out_once() -> None:
     boxes = boxes_of(PlainBox(DOWN, noise(64, 128)), PlainBox(UP, noise(64, 128)))
     stager = Stager(Hub().agent("trainer"), column_blocks=ColumnBlocks.of(4))
     record = RefitTimings("trainer").begin("v1")
-    first = await stager.copy(boxes, "v1", 5.0, record)
+    first = await copied(stager, boxes, "v1", record)
     first.buffer_owner.release()
-    again = await stager.copy(boxes, "v2", 5.0, record)
+    again = await copied(stager, boxes, "v2", record)
     assert again.manifest is first.manifest
     await stager.aclose()
 
@@ -139,7 +145,7 @@ async def test_a_copy_lies_in_the_order_of_publication() -> None:
     parts = [whole[n * 64 : (n + 1) * 64] for n in range(0, 300, 3)]  # nothing touches
     boxes = boxes_of(*(PlainBox(f"t{n}", part) for n, part in enumerate(reversed(parts))))
     stager = Stager(Hub().agent("trainer"))
-    staged = await stager.copy(boxes, "v1", 5.0, RefitTimings("trainer").begin("v1"))
+    staged = await copied(stager, boxes, "v1", RefitTimings("trainer").begin("v1"))
     table = manifests.decode(staged.manifest.data).table
     assert np.diff(table.addr.astype(np.int64)).tolist() == [256] * 99
     for row, part in enumerate(reversed(parts)):

@@ -1,4 +1,4 @@
-"""Fences, timing records, memory extents, arenas and the plain engine, each by itself."""
+"""Fences, timing records, memory extents and the plain engine, each by itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,11 +16,9 @@ import pytest
 from modelexpress_rl.errors import DeadlineExceeded, FenceBroken, StateError, UsageError
 from modelexpress_rl.timing import STAGES, RefitTimings
 from modelexpress_rl.train.adapter import SourceBox
-from modelexpress_rl.train.arena import ArenaPool
 from modelexpress_rl.train.engines.plain import PlainBox, PlainTrainerContext
 from modelexpress_rl.train.fences import BlockingFence, Fence, wait_for
 from modelexpress_rl.train.memory import copies_to_host, extents_of, run_all
-from modelexpress_rl.transport.inprocess import Hub
 
 pytestmark = pytest.mark.anyio
 
@@ -164,43 +163,17 @@ class TestMemory:
         arrays = [np.arange(100, dtype=np.int32), np.arange(7, dtype=np.uint8)]
         extents = extents_of(boxes_of({str(i): a for i, a in enumerate(arrays)}))
         targets = [np.zeros(extent.size_bytes, np.uint8) for extent in extents]
-        run_all(copies_to_host(extents, targets), threads=2)
+        assert run_all(copies_to_host(extents, targets), threads=2)
         by_size = {target.nbytes: target.tobytes() for target in targets}
         assert by_size == {array.nbytes: array.tobytes() for array in arrays}
 
-
-class TestArenas:
-    async def test_one_is_reused_where_it_fits_and_replaced_where_it_does_not(self) -> None:
-        pool = ArenaPool(Hub().agent("a"))
-        one = await pool.acquire(5000, "v1", 1)
-        one.release()
-        assert await pool.acquire(100, "v2", 1) is one
-        one.release()
-        bigger = await pool.acquire(1 << 20, "v3", 1)
-        assert bigger is not one
-        assert pool.arenas == (bigger,)
-        await pool.aclose()
-        with pytest.raises(StateError, match="closed"):
-            await pool.acquire(1, "v4", 1)
-
-    async def test_a_third_waits_for_one_to_be_free(self) -> None:
-        pool = ArenaPool(Hub().agent("a"))
-        one, two = await pool.acquire(10, "v1", 1), await pool.acquire(10, "v2", 1)
-        got: list[object] = []
-
-        async def third() -> None:
-            got.append(await pool.acquire(10, "v3", 5))
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(third)
-            await anyio.wait_all_tasks_blocked()
-            assert got == []
-            two.release()
-        assert got == [two]
-        with pytest.raises(DeadlineExceeded, match=r"v4: no free arena after .* are held by v1, v3"):
-            await pool.acquire(10, "v4", 0.01)
-        assert one.addr % 4096 == 0
-        await pool.aclose()
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_a_copy_that_is_wanted_no_more_ends_early_and_says_so(self, threads: int) -> None:
+        done: list[int] = []
+        jobs = [partial(done.append, number) for number in range(100)]
+        assert not run_all(jobs, threads, wanted=lambda: len(done) < 10)
+        assert 10 <= len(done) < 10 + threads
+        assert not run_all([], threads, wanted=lambda: False)
 
 
 class TestPlain:

@@ -23,7 +23,7 @@ from modelexpress_rl.train.adapter import (
     WeightVersionShardManifest,
 )
 from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerEngineContext, TrainerStagingMode
-from modelexpress_rl.train.engines.plain import PlainTrainerContext
+from modelexpress_rl.train.engines.plain import PlainAdapter, PlainTrainerContext
 from modelexpress_rl.train.fences import Fence, completed_fence
 from modelexpress_rl.train.runtime import TrainerRuntime
 from modelexpress_rl.train.settings import resolve
@@ -143,8 +143,15 @@ class TestRefusals:
     async def test_a_mode_that_the_adapter_lacks_is_named_at_the_first_tensor_operation(
         self, address: str
     ) -> None:
-        async with opened(address, staging_mode="COPY_TO_DEVICE") as it:
-            with pytest.raises(ValueError, match="staging_mode COPY_TO_DEVICE: PlainAdapter supports"):
+        class InPlaceOnly(PlainAdapter):
+            supported_staging_modes = frozenset({TrainerStagingMode.IN_PLACE})
+
+        class Context(PlainTrainerContext):
+            def create_adapter(self) -> PlainAdapter:
+                return InPlaceOnly(self)
+
+        async with opened(address, staging_mode="COPY_TO_DEVICE", engine_context=Context()) as it:
+            with pytest.raises(ValueError, match="staging_mode COPY_TO_DEVICE: InPlaceOnly supports"):
                 it.runtime.bind_tensors({"a": np.zeros(4, np.float32)})
 
     async def test_a_format_that_the_adapter_lacks_is_named(self, address: str) -> None:
@@ -245,6 +252,8 @@ class _Canonical:
 
     async def stage(self, version_id: str, record: RefitRecord, **_: Any) -> Any:
         raise StateError("no")
+
+    room = None
 
     def release(self, version_id: str) -> Fence:
         return completed_fence(version_id)

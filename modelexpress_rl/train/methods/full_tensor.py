@@ -13,13 +13,15 @@ from modelexpress_rl import arguments
 from modelexpress_rl.background import Background
 from modelexpress_rl.errors import StateError, UsageError
 from modelexpress_rl.timing import RefitRecord
-from modelexpress_rl.train.adapter import TrainerEngineAdapter, let_go
+from modelexpress_rl.train.adapter import StagedWeightVersionShardData, TrainerEngineAdapter, let_go
 from modelexpress_rl.train.config import TrainerStagingMode
 from modelexpress_rl.train.digest_job import DigestJob
 from modelexpress_rl.train.fences import Fence, wait_for
+from modelexpress_rl.train.generations import NoRoom
+from modelexpress_rl.train.methods.port import PLAINLY, How, SkippedShard
 from modelexpress_rl.train.publication import Publication
 from modelexpress_rl.train.publications import Publications
-from modelexpress_rl.train.staging import OneStaging, Stager
+from modelexpress_rl.train.staging import COPY_MODES, OneStaging, Stager
 from modelexpress_rl.version import WeightPayloadFormat, WeightVersionRef
 
 _log = logging.getLogger(__name__)
@@ -84,15 +86,16 @@ class FullTensorMethod:
         *,
         tensors: Any = None,
         hf_tensor_iter: Iterable[Any] | None = None,
-    ) -> Publication:
-        """See `PublishMethod`; returns once the bytes are in place (`publish_ready`).
+        how: How = PLAINLY,
+    ) -> Publication | SkippedShard:
+        """See `PublishMethod`; returns at `publish_ready`, or before where the capture goes on by itself.
 
         Staging the same version with the same tensors again returns what is there.
 
         Raises:
             StateError: another content is staged or published as this version; or a tensor moved.
             UsageError: `hf_tensor_iter` was given, which this method does not read.
-            DeadlineExceeded: every arena was being read until the deadline.
+            DeadlineExceeded: every generation was being read until the deadline.
         """
         if hf_tensor_iter is not None:
             raise UsageError("hf_tensor_iter: only a trainer with object_storage reads it; give tensors")
@@ -101,29 +104,65 @@ class FullTensorMethod:
             slot_id, content = _slot(adapter.source_slot_id), _Content(self._mode, adapter.content())
         publication, is_new = self._publications.begin(version_id, slot_id, content)
         if not is_new:
-            await wait_for(publication.publish_ready, self._staging_timeout_s, str(publication))
+            if not how.in_background:
+                await wait_for(publication.publish_ready, self._staging_timeout_s, str(publication))
             return publication
-        self._warn_of_lending(publication)
+        self._mark_lending(publication)
         staging = OneStaging(
             self._stager,
             self._mode,
-            holder=f"version {version_id}",
+            version_id=version_id,
             timeout_s=self._staging_timeout_s,
             record=record,
+            after=how.after,
+            spawn=self._background.spawn if how.in_background else None,
         )
-        with publication.capturing():
-            data = await adapter.stage_shard(WeightVersionRef(version_id), staging)
-            try:
-                if data.publish_ready is not None:
-                    await wait_for(data.publish_ready, self._staging_timeout_s, f"capture of {publication}")
-                publication.captured(data)
-            except BaseException:
-                let_go(data)
-                raise
+        try:
+            with publication.capturing():
+                data = await adapter.stage_shard(WeightVersionRef(version_id), staging)
+                is_ready = data.publish_ready is None
+                if is_ready or not how.in_background:
+                    await self._captured(publication, data, record)
+        except NoRoom as full:
+            _log.warning("%s: not published: %s", publication, full)
+            return SkippedShard(version_id, slot_id, str(full))
+        finally:
+            staging.end()
+        if how.in_background and not is_ready:
+            self._background.spawn(self._go_on, publication, data, record, name=f"capture of {publication}")
+        return publication
+
+    @property
+    def room(self) -> int | None:
+        """See `PublishMethod`."""
+        return self._stager.generations.room if self._mode in COPY_MODES else None
+
+    async def _captured(
+        self, publication: Publication, data: StagedWeightVersionShardData, record: RefitRecord
+    ) -> None:
+        try:
+            if data.publish_ready is not None:
+                await wait_for(data.publish_ready, self._staging_timeout_s, f"capture of {publication}")
+            publication.captured(data)
+        except BaseException:
+            let_go(data)
+            raise
         record.count(tensors=data.manifest.tensor_count, bytes=data.manifest.total_bytes)
         if isinstance(data.digests, DigestJob):
             self._background.spawn(data.digests.start, name=f"digests of {publication}")
-        return publication
+
+    async def _go_on(
+        self, publication: Publication, data: StagedWeightVersionShardData, record: RefitRecord
+    ) -> None:
+        """The rest of a capture, in the background; its failure is told by the publication's fences."""
+        try:
+            with publication.capturing():
+                await self._captured(publication, data, record)
+        except BaseException as error:
+            let_go(data)  # again is harmless
+            if not isinstance(error, Exception):
+                raise
+            _log.warning("%s: not captured: %s", publication, error)
 
     def release(self, version_id: str) -> Fence:
         """See `PublishMethod`."""
@@ -139,6 +178,7 @@ class FullTensorMethod:
     async def aclose(self) -> None:
         """See `PublishMethod`."""
         self._closed = True
+        self._stager.generations.begin_close()
         try:
             await self._publications.aclose(self._close_timeout_s)
         finally:
@@ -168,8 +208,9 @@ class FullTensorMethod:
             raise UsageError(f"payload_format {self._payload_format.value}: {kind} supports {accepted}")
         return adapter
 
-    def _warn_of_lending(self, publication: Publication) -> None:
-        if self._mode is not TrainerStagingMode.IN_PLACE:
+    def _mark_lending(self, publication: Publication) -> None:
+        publication.lends_weights = self._mode is TrainerStagingMode.IN_PLACE
+        if not publication.lends_weights:
             return
         others = [one for one in self._publications.live if one is not publication]
         if others:

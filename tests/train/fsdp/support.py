@@ -120,7 +120,7 @@ async def staged(
 ) -> StagedWeightVersionShardData:
     """Stage as the client does."""
     record = RefitTimings("trainer").begin(version)
-    one = OneStaging(stager, mode, holder=f"version {version}", timeout_s=5.0, record=record)
+    one = OneStaging(stager, mode, version_id=version, timeout_s=5.0, record=record)
     return await adapter.stage_shard(WeightVersionRef(version), one)
 
 

@@ -16,6 +16,7 @@ from modelexpress_rl.errors import StateError, UsageError
 from modelexpress_rl.train.adapter import (
     BoxAdapter,
     BoxContent,
+    Fence,
     ShardStaging,
     SourceBox,
     StagedWeightVersionShardData,
@@ -124,13 +125,16 @@ class FSDPAdapter(BoxAdapter):
         capture = self._now()
         if staging.mode is TrainerStagingMode.IN_PLACE or not capture.casts:
             return await staging.stage(self.boxes())
+        await staging.reserve()  # a cast that has nowhere to go is in vain
         buffers = self._take_buffers(capture.cast_keys)
         # Not abandoned when cancelled: the buffers may be used again only once the casts have ended.
         await anyio.to_thread.run_sync(buffers.fill, capture.held)
         casts = tuple(_in_buffer(cast, buffers) for cast in capture.casts)
         data = await staging.stage((*capture.boxes, *casts))
-        if data.publish_ready is None:  # else the copy may go on, and the boxes keep the buffers
+        if data.publish_ready is None:
             self._context.kept.spare.append(buffers)
+        elif isinstance(data.publish_ready, Fence):  # the copy goes on, and reads them until then
+            data.publish_ready.on_end(lambda: self._context.kept.spare.append(buffers))
         return data
 
     def content(self) -> object:
