@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import sys
 import threading
 import time
@@ -18,6 +19,11 @@ ROOT = Path(__file__).parents[2]
 CALL_S = 90.0
 
 
+def send(connection: Connection, message: Any) -> None:
+    """Send a message whole: a connection's own `send` shares the memory of tensors instead."""
+    connection.send_bytes(pickle.dumps(message))
+
+
 def serve(connection: Connection, target: Any) -> None:
     """Do what comes over a connection with `target`, until the other side is gone."""
     while True:
@@ -29,7 +35,7 @@ def serve(connection: Connection, target: Any) -> None:
             answer: tuple[str | None, Any] = (None, getattr(target, method)(*arguments))
         except Exception:  # noqa: BLE001 (the caller's to judge)
             answer = (traceback.format_exc(), None)
-        connection.send(answer)
+        send(connection, answer)
 
 
 class Remote:
@@ -43,7 +49,7 @@ class Remote:
             raise AttributeError(method)
 
         def call(*arguments: Any) -> Any:
-            self._connection.send((method, arguments))
+            send(self._connection, (method, arguments))
             error, value = self._connection.recv()
             if error is not None:
                 raise RuntimeError(f"{method}: {error}")
@@ -62,7 +68,7 @@ class Actors:
     def begin(self, method: str, *arguments: Any) -> None:
         """Call without waiting."""
         for connection in self._connections:
-            connection.send((method, arguments))
+            send(connection, (method, arguments))
 
     def end(self) -> list[Any]:
         """What all ranks answer to the call that was begun, by rank."""

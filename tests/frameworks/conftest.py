@@ -28,7 +28,7 @@ class Framework:
 @pytest.fixture(scope="session")
 def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
     """A control plane as a process of its own, and the trainers; NIXL and gloo as they are."""
-    for needed in ("nixl", "transformers"):
+    for needed in ("nixl", "transformers", "megatron"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} isn't installed")
     folder = tmp_path_factory.mktemp("frameworks")
@@ -36,7 +36,6 @@ def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
         serve("memory", 0, "--retention", RETENTION) as (_, server_url),
         actors(folder, RANKS, str(folder), server_url) as trainers,
     ):
-        trainers.call("join")
         yield Framework(folder, server_url, trainers)
 
 

@@ -22,6 +22,7 @@ MODE = "COPY_TO_HOST"
 
 
 def test_every_step_reaches_every_worker(framework: Framework) -> None:
+    framework.trainers.call("join")
     models = [made(50 + rank, WIRE) for rank in range(2)]
     with contextlib.ExitStack() as stack:
         clients = [

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.frameworks import prime_rl
+from modelexpress_rl.cli.demo import model as demo
+from modelexpress_rl.frameworks.trl import ModelExpressWeightTransfer
+from tests.frameworks import nemo_rl, prime_rl, slime, trl, verl
 from tests.frameworks.actors import serve
 from tests.frameworks.policy import Trained
 
@@ -25,11 +27,28 @@ class Worker:
     def __init__(self, folder: Path, server_url: str) -> None:
         self._folder, self._server_url = folder, server_url
         self._fsdp: Trained | None = None
+        self._slime: slime.WeightUpdater | None = None
+        self._trl: trl.Trainer | None = None
+        self._verl: verl.Actor | None = None
+        self._nemo_rl = nemo_rl.PolicyActor(server_url)
 
     def join(self) -> None:
-        """Make the process group."""
+        """Make the process groups, torch's and Megatron's; once."""
+        if dist.is_initialized():
+            return
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("gloo", f"file://{self._folder / 'ranks'}", rank=rank, world_size=size)
+        demo.initialize_parallel()
+
+    def nemo_rl(self, method: str, *arguments: Any) -> Any:
+        """A call of NeMo-RL's actor."""
+        return getattr(self._nemo_rl, method)(*arguments)
+
+    def slime(self, method: str, *arguments: Any) -> Any:
+        """A call of slime's updater, made when it is first needed."""
+        if self._slime is None:
+            self._slime = slime.WeightUpdater(self._server_url)
+        return getattr(self._slime, method)(*arguments)
 
     @property
     def fsdp(self) -> Trained:
@@ -51,6 +70,42 @@ class Worker:
             said.append(sender.broadcast(self.fsdp.model, step, look_again))
         sender.close()
         return said
+
+    def train(self, step: int) -> dict[str, torch.Tensor]:
+        """One step of the FSDP2 model; answers all weights."""
+        self.fsdp.step(step)
+        return self.fsdp.whole()
+
+    def begin_trl(self, url: str, model_name: str) -> None:
+        """Make TRL's trainer, and connect it."""
+        transfer = ModelExpressWeightTransfer(url, model_name, server_url=self._server_url)
+        self._trl = trl.Trainer(self.fsdp.model, transfer)
+        self._trl.begin()
+
+    def train_like_trl(self, step: int) -> tuple[dict[str, torch.Tensor], str | None]:
+        """One step, synced; answers all weights, and why they could not be synced."""
+        assert self._trl is not None
+        weights = self.train(step)
+        try:
+            self._trl.sync_weight()
+        except Exception as error:  # noqa: BLE001 (TRL's own to judge)
+            return weights, f"{type(error).__name__}: {error}"
+        return weights, None
+
+    def end_trl(self) -> None:
+        """Disconnect."""
+        assert self._trl is not None
+        self._trl.end()
+
+    def verl(self, method: str, *arguments: Any) -> Any:
+        """A call of verl's actor; `join` takes the arguments of all ranks."""
+        rank = dist.get_rank()
+        if self._verl is None:
+            self._verl = verl.Actor(self._server_url, self.fsdp.model, rank)
+        if method == "join":
+            own = {name: each[rank] for name, each in arguments[0].items()}
+            return self._verl.execute("init_process_group", own)
+        return getattr(self._verl, method)(*arguments)
 
 
 def main(socket: str, folder: str, server_url: str) -> None:
