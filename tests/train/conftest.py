@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.train.job import Job
 from tests.train.support import FaultyControl, Orchestrator, Rig, control_plane, rig_of
 
 
@@ -20,6 +21,14 @@ async def orchestrator(address: str) -> AsyncIterator[Orchestrator]:
     made = Orchestrator(address)
     yield made
     await made.plane.aclose()
+
+
+@pytest.fixture
+async def job(address: str, orchestrator: Orchestrator, monkeypatch: pytest.MonkeyPatch) -> Job:
+    for name in ("LOCAL_RANK", "MODEL_NAME", "MX_WORKER_GRPC_PORT", "MX_METADATA_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MX_WORKER_HOST", "127.0.0.1")
+    return Job(address, orchestrator)
 
 
 @pytest.fixture

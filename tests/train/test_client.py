@@ -17,13 +17,12 @@ from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard import manifest_columns
 from modelexpress_rl.reshard.digests import decode_digests
 from modelexpress_rl.rpc.endpoint import ACCEPT_MANIFEST_HEADER
-from modelexpress_rl.train.client import AsyncModelExpressTrainerClient, ModelExpressTrainerClient
-from modelexpress_rl.train.config import ModelExpressTrainerConfig, TrainerStagingMode
+from modelexpress_rl.train.client import ModelExpressTrainerClient
+from modelexpress_rl.train.config import TrainerStagingMode
 from modelexpress_rl.train.engines.plain import PlainBox, PlainTrainerContext
-from modelexpress_rl.transport.inprocess import Hub
-from modelexpress_rl.transport.port import Agent, ReadList, Region
 from modelexpress_rl.version import WeightVersionRef
-from tests.train.support import MODEL, SLOT, Orchestrator, within
+from tests.train.job import Job, bytes_of, weights
+from tests.train.support import SLOT, within
 
 pytestmark = pytest.mark.anyio
 READY = 2
@@ -34,89 +33,6 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCAL_RANK", "MODEL_NAME", "MX_WORKER_GRPC_PORT", "MX_METADATA_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MX_WORKER_HOST", "127.0.0.1")
-
-
-class Job:
-    """A control plane, a transport, and the clients that a test opens."""
-
-    def __init__(self, address: str, orchestrator: Orchestrator) -> None:
-        self.address = address
-        self.orchestrator = orchestrator
-        self.hub = Hub()
-        self.agents: list[Agent] = []
-
-    def config(self, tensors: Any = None, **more: Any) -> ModelExpressTrainerConfig:
-        given: dict[str, Any] = {
-            "device_id": 0,
-            "model_name": MODEL,
-            "server_url": self.address,
-            "engine_context": PlainTrainerContext(tensors, slot_id=SLOT),
-            "release_grace_seconds": 0.05,
-            "close_timeout_seconds": 2.0,
-            **more,
-        }
-        return ModelExpressTrainerConfig(**given)
-
-    async def open(self, tensors: Any = None, **more: Any) -> AsyncModelExpressTrainerClient:
-        return await AsyncModelExpressTrainerClient.initialize(
-            self.config(tensors, **more), create_agent=self.agent
-        )
-
-    async def agent(self, where: Any) -> Agent:
-        self.agents.append(self.hub.agent(where.agent_name))
-        return self.agents[-1]
-
-    async def manifest(self, version_id: str) -> tuple[manifests.Manifest, refit.WeightVersionShard]:
-        [shard] = await self.orchestrator.shards(version_id)
-        async with rpc.WorkerEndpoint(rpc.parse_address(shard.manifest_endpoint)) as endpoint:
-            answer = await endpoint.get_weight_version_shard_manifest(
-                refit.GetWeightVersionShardManifestRequest(
-                    version_id=version_id, source_slot_id=shard.source_slot_id
-                )
-            )
-        assert manifests.digest(answer.manifest) == answer.manifest_digest == shard.manifest_digest
-        return manifests.decode(answer.manifest), shard
-
-    async def read(self, version_id: str) -> dict[str, bytes]:
-        """Every box of a version, as a reader gets it over the transport."""
-        found, _ = await self.manifest(version_id)
-        reader = self.hub.agent("reader")
-        into = np.zeros(found.table.total_bytes, np.uint8)
-        await reader.register([_region(into)])
-        peer = await reader.add_peer(found.agent_meta)
-        sizes = found.table.size_bytes.astype(np.uint64)
-        places = np.concatenate([np.zeros(1, np.uint64), np.cumsum(sizes)[:-1]]).astype(np.uint64)
-        local = places + np.uint64(into.ctypes.data)
-        prepared = await reader.prepare(peer, ReadList(found.table.addr, local, sizes))
-        read = await reader.post(prepared)
-        await read.wait(anyio.current_time() + 5)
-        await reader.aclose()
-        names = [found.table.tensors.names[i] for i in found.table.tensor.tolist()]
-        return {
-            name: into[int(at) : int(at + size)].tobytes()
-            for name, at, size in zip(names, places, sizes, strict=True)
-        }
-
-
-def _region(array: np.ndarray[Any, Any]) -> Region:
-    return Region(array.ctypes.data, array.nbytes)
-
-
-@pytest.fixture
-async def job(address: str, orchestrator: Orchestrator) -> Job:
-    return Job(address, orchestrator)
-
-
-def weights() -> dict[str, Any]:
-    return {
-        "a": np.arange(24, dtype=np.float32).reshape(4, 6),
-        "b": np.arange(7, dtype=np.int16),
-        "c": np.array(5.0, dtype=np.float64),
-    }
-
-
-def bytes_of(tensors: dict[str, Any]) -> dict[str, bytes]:
-    return {name: tensor.tobytes() for name, tensor in tensors.items()}
 
 
 MODES = [
