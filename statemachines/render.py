@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from statemachines import generation, installation, lease, publication, version, worker
+from statemachines import fleet, generation, installation, lease, publication, version, worker
 from statemachines.kernel import Cell, Row, Table, always, keep
 
-MACHINES: tuple[ModuleType, ...] = (version, worker, lease, publication, generation, installation)
+MACHINES: tuple[ModuleType, ...] = (version, worker, lease, publication, generation, installation, fleet)
 DIRECTORY = Path(__file__).parent.parent / "docs" / "machines"
 
 

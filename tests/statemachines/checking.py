@@ -8,13 +8,14 @@ from typing import Any
 
 from statemachines.kernel import Cell, Refused, Row, Table
 from tests.statemachines.examples import Example, Machine
+from tests.statemachines.examples_of_fleet import FLEET
 from tests.statemachines.examples_of_generation import GENERATION
 from tests.statemachines.examples_of_installation import INSTALLATION
 from tests.statemachines.examples_of_publication import PUBLICATION
 from tests.statemachines.examples_of_version import VERSION
 from tests.statemachines.examples_of_workers import LEASE, WORKER
 
-MACHINES: tuple[Machine, ...] = (VERSION, WORKER, LEASE, PUBLICATION, GENERATION, INSTALLATION)
+MACHINES: tuple[Machine, ...] = (VERSION, WORKER, LEASE, PUBLICATION, GENERATION, INSTALLATION, FLEET)
 
 
 def rebuilt(table: Table[Any, Any], cells: Iterable[Cell]) -> Table[Any, Any]:
