@@ -10,7 +10,7 @@ import torch
 from modelexpress_rl.errors import StateError
 from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
 from modelexpress_rl.inference.engines.torch.by_capture import source_of, target_of
-from modelexpress_rl.inference.engines.torch.capture import Captured, CapturedCopy, capture
+from modelexpress_rl.inference.engines.torch.capture import Captured, CapturedCopy, Load, capture
 from modelexpress_rl.inference.engines.torch.dtypes import as_tensor
 from modelexpress_rl.inference.engines.torch.mapping import Expected, writing
 from modelexpress_rl.inference.engines.vllm.before_loading import BeforeLoading, before_loading
@@ -28,7 +28,9 @@ class VllmAdapter:
         model_config: Any,
         frozen: frozenset[str],
         aliases: Mapping[str, str],
+        load: Load | None = None,
     ) -> None:
+        self._load = load
         self._model = model
         self._frozen = frozen
         self._aliases = aliases
@@ -41,6 +43,7 @@ class VllmAdapter:
             captured = capture(
                 before.model,
                 published,
+                load=self._load,
                 frozen=self._frozen,
                 optional=before.optional,
                 aliases=self._aliases,

@@ -9,6 +9,7 @@ import torch
 
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.inference.adapter import GeneratorEngineAdapter
+from modelexpress_rl.inference.engines.torch.converting import Convert, converting
 
 
 class VllmGeneratorContext:
@@ -19,6 +20,9 @@ class VllmGeneratorContext:
     is the worker's; `model_config` is the model's own where that is another, as for a draft model. Names in
     `frozen` are left as they are. `aliases` says under which other name a tensor may be published.
 
+    `convert_native_to_hf` is for trainers that publish under their own names: it takes all published tensors
+    and gives those of a checkpoint, by views, joins and renames. A trainer's context can do that, too.
+
     Raises:
         UsageError: `model` is no module with a `load_weights`.
     """
@@ -27,6 +31,7 @@ class VllmGeneratorContext:
         self,
         model: torch.nn.Module,
         vllm_config: Any,
+        convert_native_to_hf: Convert | None = None,
         *,
         model_config: Any = None,
         frozen: Collection[str] = (),
@@ -39,6 +44,7 @@ class VllmGeneratorContext:
         self.model = model
         self.vllm_config = vllm_config
         self.model_config = model_config or vllm_config.model_config
+        self.convert_native_to_hf = convert_native_to_hf
         self.frozen = frozenset(frozen)
         self.aliases = dict(aliases or {})
 
@@ -50,4 +56,11 @@ class VllmGeneratorContext:
         """
         from modelexpress_rl.inference.engines.vllm.adapter import VllmAdapter
 
-        return VllmAdapter(self.model, self.vllm_config, self.model_config, self.frozen, self.aliases)
+        return VllmAdapter(
+            self.model,
+            self.vllm_config,
+            self.model_config,
+            self.frozen,
+            self.aliases,
+            None if self.convert_native_to_hf is None else converting(self.convert_native_to_hf),
+        )

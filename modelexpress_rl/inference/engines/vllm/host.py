@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Reload:
             self._info = layerwise.get_layerwise_info
             self._materialize = meta.materialize_layer
             self._skipped = frozenset(meta.SKIP_TENSORS)
+            self._original_loader = layerwise._get_original_loader
             self._with_refs = sanitize.restore_layer_refs
         except (ImportError, AttributeError) as error:
             raise UsageError(
@@ -81,8 +83,16 @@ class Reload:
         return bool(self._is_attention(layer))
 
     def bound_to(self, tensor: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-        """The tensor, its weight loader bound to `layer`."""
+        """The tensor, its weight loader bound to `layer`.
+
+        Where a reload has been, the loader is what vLLM wrapped it in: one that only counts and collects.
+        """
         bound: torch.Tensor = self._with_refs(tensor, layer)
+        original = self._original_loader(bound)
+        if getattr(bound, "weight_loader", original) is not original:
+            if isinstance(getattr(original, "__self__", None), type(layer)):
+                original = MethodType(original.__func__, layer)
+            bound.weight_loader = original  # type: ignore[attr-defined]
         return bound
 
     def begin(self, model: torch.nn.Module) -> None:
