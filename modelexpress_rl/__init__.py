@@ -13,11 +13,18 @@ if TYPE_CHECKING:
     from modelexpress_rl.control import AsyncModelExpressControlClient as AsyncModelExpressControlClient
     from modelexpress_rl.control import ModelExpressControlClient as ModelExpressControlClient
     from modelexpress_rl.errors import ModelExpressError as ModelExpressError
+    from modelexpress_rl.fleet import Fleet as Fleet
+    from modelexpress_rl.fleet import FleetAborted as FleetAborted
+    from modelexpress_rl.fleet import FleetPolicy as FleetPolicy
+    from modelexpress_rl.fleet import FleetUpdate as FleetUpdate
     from modelexpress_rl.inference.client import (
         AsyncModelExpressGeneratorClient as AsyncModelExpressGeneratorClient,
     )
     from modelexpress_rl.inference.client import ModelExpressGeneratorClient as ModelExpressGeneratorClient
     from modelexpress_rl.inference.config import ModelExpressGeneratorConfig as ModelExpressGeneratorConfig
+    from modelexpress_rl.inference.engines.huggingface import (
+        HuggingFaceGeneratorContext as HuggingFaceGeneratorContext,
+    )
     from modelexpress_rl.inference.engines.sglang import SglangGeneratorContext as SglangGeneratorContext
     from modelexpress_rl.inference.engines.torch import TorchGeneratorContext as TorchGeneratorContext
     from modelexpress_rl.inference.engines.vllm import VllmGeneratorContext as VllmGeneratorContext
@@ -48,8 +55,10 @@ if TYPE_CHECKING:
 _NAMES_OF_MODULE = {
     "control": ("AsyncModelExpressControlClient", "ModelExpressControlClient"),
     "errors": ("ModelExpressError",),
+    "fleet": ("Fleet", "FleetAborted", "FleetPolicy", "FleetUpdate"),
     "inference.client": ("AsyncModelExpressGeneratorClient", "ModelExpressGeneratorClient"),
     "inference.config": ("ModelExpressGeneratorConfig",),
+    "inference.engines.huggingface": ("HuggingFaceGeneratorContext",),
     "inference.engines.sglang": ("SglangGeneratorContext",),
     "inference.engines.torch": ("TorchGeneratorContext",),
     "inference.engines.vllm": ("VllmGeneratorContext",),
