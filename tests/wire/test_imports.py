@@ -43,6 +43,8 @@ for name in names:
         except ModuleNotFoundError as error:
             if error.name == "vllm" and ".engines.vllm." in name:
                 os._exit(0)  # its classes are subclasses of vLLM's, and only vLLM imports them
+            if error.name == "verl" and name.endswith(".frameworks.verl"):
+                os._exit(0)  # as above
             traceback.print_exc()
             os._exit(1)
         except BaseException:
