@@ -28,15 +28,26 @@ NICE = 5
 _pool: ThreadPoolExecutor | None = None
 
 
-async def run_quietly(work: Callable[[], T], limiter: anyio.CapacityLimiter) -> T:
+async def run_quietly(work: Callable[[], T], limiter: anyio.CapacityLimiter | None = None) -> T:
     """Run `work` in such a thread, at most as many at once as `limiter` has tokens.
 
-    A cancellation waits until it has ended, as that of `anyio.to_thread.run_sync` does.
+    Without one, it is queued for these threads right away: they go from one to the next without the
+    event loop between, which where cores are few comes late. A cancellation waits until it has ended, as
+    that of `anyio.to_thread.run_sync` does, and work that has not begun is dropped.
     """
-    async with limiter:
-        with anyio.CancelScope(shield=True):
-            done = await asyncio.wrap_future(_threads().submit(work))
-    return done
+    if limiter is not None:
+        async with limiter:
+            return await run_quietly(work)
+    queued = _threads().submit(work)
+    done = asyncio.wrap_future(queued)
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        if not queued.cancel():
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([done])
+            done.exception()  # nobody else will ask
+        raise
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -798,8 +798,9 @@ class DigestSelection(google.protobuf.message.Message):
     SLABS_FIELD_NUMBER: builtins.int
     BANDS_FIELD_NUMBER: builtins.int
     TILES_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     grid: builtins.int
-    """How the reader takes the shards to be cut: 1. Another one is INVALID_ARGUMENT."""
+    """How the reader takes the shards to be cut: 2. Another one is INVALID_ARGUMENT."""
     first_row: builtins.int
     row_count: builtins.int
     slabs: builtins.bytes
@@ -808,6 +809,7 @@ class DigestSelection(google.protobuf.message.Message):
     """
     bands: builtins.bytes
     tiles: builtins.bytes
+    groups: builtins.bytes
     def __init__(
         self,
         *,
@@ -817,8 +819,9 @@ class DigestSelection(google.protobuf.message.Message):
         slabs: builtins.bytes = ...,
         bands: builtins.bytes = ...,
         tiles: builtins.bytes = ...,
+        groups: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bands", b"bands", "first_row", b"first_row", "grid", b"grid", "row_count", b"row_count", "slabs", b"slabs", "tiles", b"tiles"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bands", b"bands", "first_row", b"first_row", "grid", b"grid", "groups", b"groups", "row_count", b"row_count", "slabs", b"slabs", "tiles", b"tiles"]) -> None: ...
 
 global___DigestSelection = DigestSelection
 

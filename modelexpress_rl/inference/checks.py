@@ -6,6 +6,7 @@ the first reads are verified while later ones run and later digests are made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -17,8 +18,9 @@ from modelexpress_rl.errors import ModelExpressError
 from modelexpress_rl.inference.planning import Chunk, ReadPlan
 from modelexpress_rl.inference.sources import Fetched, SourceFetcher, VersionSources
 from modelexpress_rl.inference.staging import Arena
-from modelexpress_rl.quiet_threads import THREADS, run_quietly
+from modelexpress_rl.quiet_threads import run_quietly
 from modelexpress_rl.reshard.geometry import DIGEST_BYTES, Bytes
+from modelexpress_rl.reshard.hash_beside import do_all
 from modelexpress_rl.reshard.verify import Verified, Verifier
 
 T = TypeVar("T")
@@ -68,7 +70,6 @@ class Checks:
         self._sources = sources
         self._fetcher = fetcher
         self._pending = {source: _Pending() for source in reads.plan.source_bytes}
-        self._threads = anyio.CapacityLimiter(THREADS)
 
     async def fetch(self, deadline: float) -> None:
         """Fetch the digests of every source side by side; a failure is raised by its chunks' checks."""
@@ -77,44 +78,40 @@ class Checks:
                 group.start_soon(self._fetch_one, self._sources.of(source), pending, deadline)
 
     async def verify(self, chunk: Chunk, arena: Arena) -> Verified:
-        """Check what a read brought, off the event loop where it is big; copy it out of scratch beside that.
+        """Check what a read brought, off the event loop where it is big, and copy it out of scratch.
+
+        It is hashed as soon as it has landed, and compared when the digests have come.
 
         Raises:
             DigestMismatch: it is not what was published; the message names tensor, source and box. What
                 was copied meanwhile counts as not there.
             ModelExpressError: the source's digests could not be had.
         """
-        if chunk.part is None:
-            return await self._verify(chunk, arena)
-        if chunk.total_bytes < _INLINE_BYTES:
-            verified = await self._verify(chunk, arena)
-            self._reads.copy_out(chunk, arena)
-            return verified
-        verified, failure = Verified(0, 0), None
-        async with anyio.create_task_group() as beside:
-            beside.start_soon(anyio.to_thread.run_sync, self._reads.copy_out, chunk, arena)
-            try:
-                verified = await self._verify(chunk, arena)
-            except ModelExpressError as error:
-                failure = error
-        if failure is not None:
-            raise failure
-        return verified
-
-    async def _verify(self, chunk: Chunk, arena: Arena) -> Verified:
         pending = self._pending[chunk.source]
+        copies = self._reads.copies(chunk, arena)
+        hasher = pending.verifier
+        if hasher is None:  # nobody knows yet how, or nobody ever will
+            await self._run(chunk, partial(do_all, copies))
+        else:
+            hashed = await self._run(chunk, partial(hasher.hash, arena.memory, chunk.rows, copies))
         await pending.enough_for(chunk)
-        if pending.verifier is None:
+        verifier = pending.verifier
+        if verifier is None:
             return Verified(0, chunk.total_bytes)
-        check = partial(pending.verifier.verify, arena.memory, pending.digests, chunk.rows)
-        if chunk.total_bytes < _INLINE_BYTES:
-            return check()
-        return await run_quietly(check, self._threads)
+        if verifier is not hasher:
+            hashed = await self._run(chunk, partial(verifier.hash, arena.memory, chunk.rows))
+        return verifier.compare(hashed, pending.digests)
+
+    async def _run(self, chunk: Chunk, work: Callable[[], T]) -> T:
+        return work() if chunk.total_bytes < _INLINE_BYTES else await run_quietly(work)
 
     async def _fetch_one(self, fetched: Fetched, pending: _Pending, deadline: float) -> None:
         source, table = fetched.manifest.source, fetched.manifest.manifest.table
         verifiers = self._reads.verifiers
-        grid, verifier = await self._made(partial(verifiers.selective, source, table))
+        made = verifiers.known(source)
+        if made is None:
+            made = await self._made(partial(verifiers.selective, source, table))
+        grid, verifier = made
         digests = np.zeros((verifier.digest_count, DIGEST_BYTES), np.uint8)
         pending.verifier, pending.digests = verifier, digests
         pending.tell()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import anyio.to_thread
@@ -26,8 +26,9 @@ from modelexpress_rl.reshard.cost import DEFAULT_COST, TransportCost
 from modelexpress_rl.reshard.cost_plan import PlanCost
 from modelexpress_rl.reshard.digests import DigestTable, GridRule
 from modelexpress_rl.reshard.explain import PlanSummary
-from modelexpress_rl.reshard.geometry import Bool, Bytes, ShardTable, Source
+from modelexpress_rl.reshard.geometry import Bool, ShardTable, Source
 from modelexpress_rl.reshard.grid import DigestGrid, digest_grid, grid_of_table
+from modelexpress_rl.reshard.hash_beside import Beside
 from modelexpress_rl.reshard.merge import Merged, merge
 from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan, SourceReads
@@ -38,8 +39,6 @@ from modelexpress_rl.reshard.row_staging_wire import Scratch, Wire, wire
 from modelexpress_rl.reshard.split import split
 from modelexpress_rl.reshard.verify import Verifier
 from statemachines.ids import WorkerId
-
-Copied = list[tuple[Bytes, Bytes]]
 
 CHUNK_BYTES = 32 << 20
 CHUNK_PIECES = 2048  # the digests of so many small ones keep the GIL from others for a millisecond
@@ -82,7 +81,7 @@ class ReadPlan:
     wire: Wire
     machine: TransportCost
     cost: PlanCost
-    _copied_in: list[tuple[Arena, dict[int, Copied]]] = field(default_factory=list, repr=False)
+    _copied_in: list[tuple[Arena, dict[int, list[Beside]]]] = field(default_factory=list, repr=False)
 
     @classmethod
     def of(
@@ -114,7 +113,7 @@ class ReadPlan:
             wanted=choice.plan,
             plan=made.plan,
             chunks=chunks,
-            verifiers=Verifiers(made.plan, made.needs, merged),
+            verifiers=Verifiers(made.plan, made.needs, merged, chunks),
             wire=made,
             machine=cost,
             cost=PlanCost.of(made, cost, reads=len(chunks)),
@@ -135,15 +134,16 @@ class ReadPlan:
         out: Bool = landed[self.wire.brought_by]
         return out
 
-    def copy_out(self, chunk: Chunk, arena: Arena) -> None:
-        """Copy what a staged chunk brought to where it is needed; blocking, without the GIL."""
+    def copies(self, chunk: Chunk, arena: Arena) -> Sequence[Beside]:
+        """What brings a staged chunk from scratch to where it is needed; nothing for another one."""
+        if chunk.part is None:
+            return ()
         if not self._copied_in or self._copied_in[0][0] is not arena:
             self._copied_in[:] = [(arena, {})]
         known = self._copied_in[0][1]
         if chunk.first not in known:
             known[chunk.first] = self.wire.copies.views(arena.memory, chunk.copies)
-        for target, source in known[chunk.first]:
-            np.copyto(target, source)
+        return known[chunk.first]
 
 
 class Verifiers:
@@ -152,12 +152,17 @@ class Verifiers:
     Making one is long where a plan is big: do it in a thread.
     """
 
-    def __init__(self, plan: Plan, needs: NeedTable, merged: Merged) -> None:
+    def __init__(self, plan: Plan, needs: NeedTable, merged: Merged, chunks: Sequence[Chunk]) -> None:
+        self._reads = np.sort(np.array([chunk.first for chunk in chunks], np.int64))
         self._plan = plan
         self._needs = needs
         self._merged = merged
         self._selective: dict[Source, tuple[DigestGrid, Verifier]] = {}
         self._whole: dict[Source, tuple[GridRule, Verifier]] = {}
+
+    def known(self, source: Source) -> tuple[DigestGrid, Verifier] | None:
+        """As `selective`, where it was made before."""
+        return self._selective.get(source)
 
     def selective(self, source: Source, table: ShardTable) -> tuple[DigestGrid, Verifier]:
         """The checks of what is read from a source whose manifest's table is given."""
@@ -177,7 +182,9 @@ class Verifiers:
     def _of(self, source: Source, grid: DigestGrid, *, at_once: bool = False) -> Verifier:
         own = [reads for reads in self._plan.reads if reads.source == source]
         pieces = slice(own[0].first, own[-1].last)
-        return Verifier.of(self._plan, self._needs, self._merged, pieces, grid, at_once=at_once)
+        return Verifier.of(
+            self._plan, self._needs, self._merged, pieces, grid, reads=self._reads, at_once=at_once
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -302,7 +302,7 @@ class SourceFetcher:
         self, version_id: VersionId, fetched: Fetched, ask: Selection, grid: DigestGrid, deadline: float
     ) -> Digests | None:
         publication = fetched.publication
-        slabs, bands, tiles = ask.bitmaps()
+        slabs, bands, tiles, groups = ask.bitmaps()
         request = v1.GetShardDigestsRequest(
             version_id=version_id,
             source_slot_id=publication.slot_id,
@@ -313,6 +313,7 @@ class SourceFetcher:
                 slabs=slabs,
                 bands=bands,
                 tiles=tiles,
+                groups=groups,
             ),
         )
         try:

@@ -1,9 +1,12 @@
-"""In which parts shards are digested: three levels, of which a reader asks for what it can use.
+"""In which parts shards are digested: levels, of which a reader asks for what it can use.
 
 *Slabs* cut a shard along its first axis and lie contiguous, so that they are hashed where they lie; a
 small shard is one slab. Every shard that isn't empty has slabs. *Bands* are cut along all axes but the
 last, for readers of row slices that cut slabs; *tiles* are cut along every axis, for readers of column
 slices. A level that would repeat a coarser one is absent. The parts of a level are in row-major order.
+
+*Groups* join small shards that are neighbours in memory: one digest over the bytes of all, for readers
+of all of them. It belongs to the last of their rows.
 """
 
 from __future__ import annotations
@@ -21,22 +24,33 @@ from modelexpress_rl.reshard.geometry import Bool, Int, ShardTable, volumes
 SLABS: Final = 0
 BANDS: Final = 1
 TILES: Final = 2
-LEVELS: Final = 3
+GROUPS: Final = 3
+LEVELS: Final = 4
+FINER: Final = (BANDS, TILES)
+PARTS: Final = (SLABS, *FINER)  # the levels that cut shards
 
 WHOLE_BYTES = 256 << 10  # a shard up to this is one slab: finer parts would cost more than the bytes
 SMALL_RULE = GridRule(min_tile_bytes=16, fine_parts=8)  # and its finer parts are asked for by few
-GRID: Final = 1  # names this way of cutting on the wire
+GROUPED_BYTES = 32 << 10  # a shard up to this is joined with its neighbours,
+GROUP_BYTES = 512 << 10  # into groups of about so many bytes,
+GROUP_ROWS = 256  # and of at most so many shards
+GRID: Final = 2  # names this way of cutting on the wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestGrid:
-    """How every shard of a table is cut: `parts` is (levels, rows, width), along each axis.
+    """How every shard of a table is cut: `parts` is (`PARTS`, rows, width), along each axis.
 
-    `count`, (levels, rows), is how many digests that makes; 0 where a shard has no such level.
+    `count`, (`LEVELS`, rows), is how many digests that makes; 0 where a shard has no such level. `members`
+    are the rows of group after group in the order of their bytes, group g's at `group_start[g]` ..
+    `group_start[g + 1]`; `group_row` is the row that its digest belongs to.
     """
 
     parts: Int
     count: Int
+    members: Int
+    group_start: Int
+    group_row: Int
 
 
 def digest_grid(table: ShardTable, rule: GridRule = DEFAULT_RULE) -> DigestGrid:
@@ -44,15 +58,34 @@ def digest_grid(table: ShardTable, rule: GridRule = DEFAULT_RULE) -> DigestGrid:
     elsize = table.tensors.elsize[table.tensor]
     fine = _fine_parts(table.shape, elsize, rule)
     rows, width = fine.shape
-    parts = np.ones((LEVELS, rows, width), np.int64)
+    parts = np.ones((len(PARTS), rows, width), np.int64)
     parts[SLABS] = _slabs_of(table.shape, table.size_bytes, fine)
     parts[BANDS, :, :-1] = fine[:, :-1]
     parts[TILES] = fine
-    count = parts.prod(axis=2)
+    count = np.zeros((LEVELS, rows), np.int64)
+    count[: len(PARTS)] = parts.prod(axis=2)
     count[BANDS, count[BANDS] <= count[SLABS]] = 0
     count[TILES, (fine[:, -1] == 1) | (count[TILES] <= count[SLABS])] = 0
+    members, group_start = _groups(table)
+    group_row = np.maximum.reduceat(members, group_start[:-1]) if len(members) else members
+    count[GROUPS, group_row] = 1
     count[:, volumes(table.shape) == 0] = 0
-    return DigestGrid(parts, count)
+    return DigestGrid(parts, count, members, group_start, group_row)
+
+
+def _groups(table: ShardTable) -> tuple[Int, Int]:
+    """(members, start): small shards in the order of their addresses, two or more to a group."""
+    size = table.size_bytes
+    small = np.flatnonzero((size > 0) & (size <= GROUPED_BYTES))
+    members = small[np.lexsort((small, table.addr[small], table.device_id[small]))]
+    before = np.cumsum(size[members]) - size[members]
+    number = np.stack(
+        [table.device_id[members], before // GROUP_BYTES, np.arange(len(members)) // GROUP_ROWS]
+    )
+    fresh = np.append(True, (number[:, 1:] != number[:, :-1]).any(axis=0))[: len(members)]
+    rows = np.diff(np.append(np.flatnonzero(fresh), len(members)))
+    members = members[np.repeat(rows > 1, rows)]
+    return members, np.concatenate([np.zeros(1, np.int64), np.cumsum(rows[rows > 1])])
 
 
 def slab_parts(shape: Int, elsize: Int, rule: GridRule = DEFAULT_RULE) -> Int:
@@ -79,14 +112,15 @@ def _slabs_of(shape: Int, size_bytes: Int, fine: Int) -> Int:
 def grid_of_table(made: DigestTable) -> DigestGrid:
     """The grid of a whole table of bands and tiles, as publishers make it that know no slabs."""
     rows, width = made.parts.shape
-    parts = np.ones((LEVELS, rows, width), np.int64)
+    parts = np.ones((len(PARTS), rows, width), np.int64)
     parts[BANDS, :, :-1] = made.parts[:, :-1]
     parts[TILES] = made.parts
     count = np.zeros((LEVELS, rows), np.int64)
     total = np.diff(made.start)
     count[BANDS] = np.minimum(band_counts(made.parts), total)
     count[TILES] = total - count[BANDS]
-    return DigestGrid(parts, count)
+    none = np.zeros(0, np.int64)
+    return DigestGrid(parts, count, none, np.zeros(1, np.int64), none)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,16 +7,17 @@ Nothing here is locked: each part is to be hashed by one thread, and read by oth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import xxhash
+from numpy.lib.stride_tricks import as_strided
 
 from modelexpress_rl.errors import ManifestError, StateError, UsageError
 from modelexpress_rl.reshard.boxes import expand
 from modelexpress_rl.reshard.digests import DEFAULT_RULE, GridRule, as_box, box_digests
 from modelexpress_rl.reshard.geometry import DIGEST_BYTES, Bytes, Int, ShardTable
-from modelexpress_rl.reshard.grid import LEVELS, SLABS, DigestGrid, Selection, digest_grid
+from modelexpress_rl.reshard.grid import GROUPS, LEVELS, SLABS, DigestGrid, Selection, digest_grid
 
 UNIT_BYTES = 32 << 20
 
@@ -40,17 +41,33 @@ class ShardHasher:
         self.units = _units(table.size_bytes)
         self._table = table
         self._memory = memory
+        self._fixed = fixed
         self._slab_counts = self.grid.count[SLABS].tolist()
         self._sizes = table.size_bytes.tolist()
         self._slabs = [self._slabs_of(row) for row in range(len(table))] if fixed else None
+        self._groups = dict(
+            zip(self.grid.group_row.tolist(), pairwise(self.grid.group_start.tolist()), strict=True)
+        )
+        self._joined = {row: self._bytes_of(row) for row in self._groups} if fixed else None
 
     def hash_slabs(self, unit: int, out: ShardDigests, stopped: Callable[[], bool]) -> None:
         """Hash the slabs of the rows of one unit; blocking, and without the GIL over big ones.
+
+        With them the groups whose digests belong to these rows.
 
         Raises:
             StateError: `stopped` says so, between two rows.
         """
         rows = self.units[unit]
+        self._hash_slabs(rows, out, stopped)
+        for row in rows:
+            if row in self._groups:
+                _go_on(stopped)
+                joined = self._bytes_of(row) if self._joined is None else self._joined[row]
+                whole = joined[0] if len(joined) == 1 else b"".join(joined)
+                out.put(GROUPS, range(row, row + 1), xxhash.xxh3_128_digest(whole))
+
+    def _hash_slabs(self, rows: range, out: ShardDigests, stopped: Callable[[], bool]) -> None:
         if self._slabs is not None and rows.stop - rows.start > 1:
             _go_on(stopped)
             together = chain.from_iterable(self._slabs[rows.start : rows.stop])
@@ -102,6 +119,20 @@ class ShardHasher:
             return [data.data]
         step = size // count
         return [data.data[at : at + step] for at in range(0, size, step)]
+
+    def _bytes_of(self, group_row: int) -> list[memoryview]:
+        """The bytes of a group where they lie: in one piece, where its shards touch."""
+        begin, end = self._groups[group_row]
+        rows = self.grid.members[begin:end].tolist()
+        members = [self._memory(row) for row in rows]
+        for row, data in zip(rows, members, strict=True):
+            self._check(row, data)
+        if not self._fixed:
+            return [data.data for data in members]
+        ends = [data.ctypes.data + len(data) for data in members]
+        if any(data.ctypes.data != before for before, data in zip(ends, members[1:], strict=False)):
+            return [data.data for data in members]
+        return [as_strided(members[0], (ends[-1] - members[0].ctypes.data,), writeable=False).data]
 
     def _check(self, row: int, data: Bytes) -> None:
         if data.dtype != np.uint8 or data.shape != (self._sizes[row],):

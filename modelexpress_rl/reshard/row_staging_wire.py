@@ -10,10 +10,12 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
 from modelexpress_rl.reshard.geometry import Bytes, Int, row_major_strides, volumes, widened
+from modelexpress_rl.reshard.hash_beside import Beside, in_blocks
 from modelexpress_rl.reshard.merge import Merged
 from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan, SourceReads
@@ -52,22 +54,22 @@ class Copies:
     def __len__(self) -> int:
         return len(self.source)
 
-    def views(self, arena: Bytes, rows: range) -> list[tuple[Bytes, Bytes]]:
-        """(target, source) of some copies, as arrays of runs over `arena`."""
-        found: list[tuple[Bytes, Bytes]] = []
+    def views(self, arena: Bytes, rows: range) -> list[Beside]:
+        """Some copies, in blocks, as arrays of runs over `arena`, in the order of what they read."""
+        found: list[Beside] = []
         for row in rows:
             axes = np.flatnonzero(self.count[row] > 1)
             count = self.count[row, axes].tolist()
             source, target = self.source_stride[row, axes].tolist(), self.target_stride[row, axes].tolist()
             run, places = int(self.run_bytes[row]), (int(self.source[row]), int(self.target[row]))
             dtype = np.dtype((np.void, run))  # a run is one element, and copied as such
-            found.append(
-                (
-                    np.ndarray(count, dtype, arena.data, places[1], target),
-                    np.ndarray(count, dtype, arena.data, places[0], source),
-                )
+            found += in_blocks(
+                np.ndarray(count, dtype, arena.data, places[1], target),
+                np.ndarray(count, dtype, arena.data, places[0], source),
+                places[0],
+                source[0] if source else run,
             )
-        return found
+        return sorted(found, key=itemgetter(0))
 
 
 @dataclass(frozen=True, slots=True)

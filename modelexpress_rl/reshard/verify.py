@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import NoReturn
 
@@ -12,23 +15,22 @@ import xxhash
 from modelexpress_rl.errors import DigestMismatch, UsageError
 from modelexpress_rl.reshard.boxes import expand
 from modelexpress_rl.reshard.digests import as_box, box_digests
-from modelexpress_rl.reshard.geometry import (
-    DIGEST_BYTES,
-    Bool,
-    Bytes,
-    Int,
-    row_major_strides,
-    unpadded,
-    volumes,
-    widened,
-)
-from modelexpress_rl.reshard.grid import LEVELS, DigestGrid, Selection
+from modelexpress_rl.reshard.geometry import DIGEST_BYTES, Bool, Bytes, Int, unpadded, widened
+from modelexpress_rl.reshard.grid import DigestGrid, Selection
+from modelexpress_rl.reshard.hash_beside import Beside, do_all, hash_beside
 from modelexpress_rl.reshard.merge import Merged
 from modelexpress_rl.reshard.needs import NeedTable
 from modelexpress_rl.reshard.plan import PieceTable, Plan
-
-ASK_BYTES = 32 << 20  # what the first request for digests is about; each further one doubles, up to:
-MAX_ASK_BYTES = 1 << 30
+from modelexpress_rl.reshard.verify_groups import Groups
+from modelexpress_rl.reshard.verify_parts import (
+    Flat,
+    Parts,
+    asks_of,
+    best_parts,
+    flatten,
+    lies_contiguous,
+    whole_ask,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +47,22 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
-    """For each piece, the parts of its shard that lie wholly inside it, at the level that suits best.
+class Hashed:
+    """What was found of the pieces at `own`, counted from the source's first: digests, joined."""
 
-    `first` and `count` (pieces, width) say which of the shard's `parts` along each axis; `size` is a
-    part's shape.
-    """
-
-    level: Int
-    parts: Int
-    size: Int
-    first: Int
-    count: Int
-    verified_bytes: Int
+    own: Int
+    flat: bytes
+    groups: bytes
+    strided: list[bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Flat:
-    """Parts that lie contiguous in the arena, of piece after piece: `start[p]` .. `start[p + 1] - 1`."""
+class _Slices:
+    """What is hashed of the arena at `addr`: parts by themselves, and what is hashed as one."""
 
-    start: Int
-    begin: Int
-    end: Int
-    digest: Int
+    addr: int
+    flat: list[memoryview]
+    groups: list[list[memoryview]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,11 +81,12 @@ class Verifier:
     asks: tuple[Selection, ...]
     asked: Int
     ask_start: Int
-    parts: _Parts
+    parts: Parts
     base: Int
-    flat: _Flat
+    flat: Flat
+    groups: Groups
     strided: Bool
-    _slices: list[tuple[int, list[memoryview]]] = field(default_factory=list, repr=False)
+    _slices: list[_Slices] = field(default_factory=list, repr=False)
 
     @classmethod
     def of(
@@ -101,17 +97,27 @@ class Verifier:
         pieces: slice,
         grid: DigestGrid,
         *,
+        reads: Int | None = None,
         at_once: bool = False,
     ) -> Verifier:
         """Prepare to check the pieces at `pieces` of `plan`, whose source's shards are cut by `grid`.
 
-        `at_once`: ask for all digests of the source in one, whether they are needed or not.
+        `reads`: the pieces with which reads begin, where pieces will be checked by whole reads only; then
+        small ones are checked together. `at_once`: ask for all digests of the source in one, whether they
+        are needed or not.
         """
         table = PieceTable(*(getattr(plan.pieces, name)[pieces] for name in PieceTable.__slots__))
-        parts = _best_parts(table, needs, merged, grid)
+        parts = best_parts(table, needs, merged, grid)
+        contiguous = lies_contiguous(table, needs, parts)
         rows = merged.manifest_row[table.row]
-        asks, asked, base = _whole(rows, parts, grid) if at_once else _asks(table, rows, parts, grid)
-        contiguous = _contiguous(table, needs, parts)
+        groups = Groups.none(len(table))
+        if reads is not None:
+            read = np.searchsorted(reads, np.arange(pieces.start, pieces.stop), side="right")
+            groups = Groups.of(table, merged, parts, grid, contiguous, read)
+        if at_once:
+            asks, asked, base = whole_ask(rows, parts, grid)
+        else:
+            asks, asked, base = asks_of(table, *groups.asked(rows, parts), grid)
         sizes = [int(ask.counts(grid).sum()) for ask in asks]
         return cls(
             plan=plan,
@@ -124,7 +130,8 @@ class Verifier:
             ask_start=np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(sizes, np.int64))]),
             parts=parts,
             base=base,
-            flat=_flatten(table, needs, merged, parts, base, contiguous),
+            flat=flatten(table, needs, merged, parts, base, contiguous & (groups.of_piece < 0)),
+            groups=groups,
             strided=~contiguous & (parts.verified_bytes > 0),
         )
 
@@ -146,11 +153,20 @@ class Verifier:
     def verify(self, arena: Bytes, digests: Bytes, rows: Int | slice | None = None) -> Verified:
         """Check the pieces at `rows` of the plan (default all), whose bytes have landed in `arena`.
 
-        Blocking and long; run it in a thread. It copies only parts that are not contiguous, a block at
-        a time, and releases the GIL over big ones.
-
         Raises:
             DigestMismatch: bytes differ from what was published; the message names tensor, source, box.
+            UsageError: the arena is smaller than the needs' arena.
+        """
+        return self.compare(self.hash(arena, rows), digests)
+
+    def hash(self, arena: Bytes, rows: Int | slice | None = None, beside: Sequence[Beside] = ()) -> Hashed:
+        """Hash the pieces at `rows` of the plan (default all), whose bytes have landed in `arena`.
+
+        Blocking and long; run it in a thread. It copies only parts that are not contiguous, a block at
+        a time, and releases the GIL over big ones. What is to be done `beside`, in the order of what it
+        reads in the arena, is done where those bytes have just been hashed, and are in the cache.
+
+        Raises:
             UsageError: the arena is smaller than the needs' arena.
         """
         if arena.dtype != np.uint8 or arena.ndim != 1 or len(arena) < self.needs.arena_bytes:
@@ -158,10 +174,41 @@ class Verifier:
                 f"arena: expected {self.needs.arena_bytes} flat bytes, got {arena.dtype} {arena.shape}"
             )
         own = self._own(rows)
-        self._verify_flat(arena, digests, own)
-        for piece in own[self.strided[own]].tolist():
-            self._verify_strided(arena, digests, piece)
+        return Hashed(
+            own,
+            self._hash_flat(arena, own, beside),
+            self._hash_groups(arena, own),
+            [self._hash_strided(arena, piece) for piece in own[self.strided[own]].tolist()],
+        )
+
+    def compare(self, hashed: Hashed, digests: Bytes) -> Verified:
+        """Compare what was hashed with what was published.
+
+        Raises:
+            DigestMismatch: as `verify`.
+        """
+        own = hashed.own
+        owner, at = self._flat_of(own)
+        self._compare(
+            hashed.flat,
+            digests[self.flat.digest[at]],
+            lambda n: self._refuse(int(own[owner[n]]), int(at[n] - self.flat.start[own[owner[n]]])),
+        )
+        groups = self._groups_of(own)
+        self._compare(
+            hashed.groups,
+            digests[self.base[self.groups.first[groups]]],
+            lambda n: self._refuse_group(int(groups[n])),
+        )
+        for piece, found in zip(own[self.strided[own]].tolist(), hashed.strided, strict=True):
+            self._compare(found, self._strided_of(piece, digests), partial(self._refuse, piece))
         return self.coverage(own + self.first)
+
+    @staticmethod
+    def _compare(found: bytes, expected: Bytes, refuse: Callable[[int], NoReturn]) -> None:
+        if found != expected.tobytes():
+            rows = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_BYTES)
+            refuse(int(np.argmax((rows != expected).any(axis=1))))
 
     def _own(self, rows: Int | slice | None) -> Int:
         if rows is None:
@@ -170,31 +217,61 @@ class Verifier:
             return np.arange(rows.start - self.first, rows.stop - self.first)
         return rows - self.first
 
-    def _verify_flat(self, arena: Bytes, digests: Bytes, own: Int) -> None:
-        flat = self.flat
-        owner, at = expand(flat.start[own], flat.start[own + 1] - flat.start[own])
+    def _flat_of(self, own: Int) -> tuple[Int, Int]:
+        """(its place in `own`, number) of each flat part of some pieces."""
+        start = self.flat.start
+        return expand(start[own], start[own + 1] - start[own])
+
+    def _hash_flat(self, arena: Bytes, own: Int, beside: Sequence[Beside]) -> bytes:
+        _, at = self._flat_of(own)
         if not len(at):
-            return
-        slices = self._flat_slices(arena)
+            do_all(beside)
+            return b""
+        slices = self._slices_in(arena).flat
         first, last = int(at[0]), int(at[-1]) + 1
         chosen = slices[first:last] if last - first == len(at) else [slices[i] for i in at.tolist()]
-        found = b"".join(map(xxhash.xxh3_128_digest, chosen))
-        expected = digests[flat.digest[at]]
-        if found != expected.tobytes():
-            number = _first_difference(found, expected)
-            piece = int(own[owner[number]])
-            self._refuse(piece, int(at[number] - flat.start[piece]))
+        if beside:
+            return hash_beside(chosen, self.flat.end[at].tolist(), beside)
+        return b"".join(map(xxhash.xxh3_128_digest, chosen))
 
-    def _flat_slices(self, arena: Bytes) -> list[memoryview]:
-        """The flat parts as they lie in an arena; kept, for versions come to the same one again and again."""
+    def _groups_of(self, own: Int) -> Int:
+        """The groups of some pieces.
+
+        Raises:
+            UsageError: a group is not there as a whole.
+        """
+        grouped = self.groups.of_piece[own]
+        grouped = grouped[grouped >= 0]
+        numbers: Int = np.unique(grouped)
+        missing = np.diff(self.groups.start)[numbers].sum() - len(grouped)
+        if missing:
+            raise UsageError(f"{missing} pieces of groups that are read as one are not among those to verify")
+        return numbers
+
+    def _hash_groups(self, arena: Bytes, own: Int) -> bytes:
+        numbers = self._groups_of(own).tolist()
+        if not numbers:
+            return b""
+        slices = self._slices_in(arena).groups
+        return b"".join([_digest_of_all(slices[number]) for number in numbers])
+
+    def _slices_in(self, arena: Bytes) -> _Slices:
+        """What is hashed where it lies; kept, for versions come to the same arena again and again."""
         addr = arena.ctypes.data
-        if not self._slices or self._slices[0][0] != addr:
-            memory, flat = arena.data, self.flat
-            made = [memory[a:b] for a, b in zip(flat.begin.tolist(), flat.end.tolist(), strict=True)]
-            self._slices[:] = [(addr, made)]
-        return self._slices[0][1]
+        if not self._slices or self._slices[0].addr != addr:
+            memory, flat, groups = arena.data, self.flat, self.groups
+            begin = self.pieces.local_offset[groups.piece].astype(np.int64)
+            end = begin + self.pieces.size_bytes[groups.piece]
+            self._slices[:] = [
+                _Slices(
+                    addr,
+                    [memory[a:b] for a, b in zip(flat.begin.tolist(), flat.end.tolist(), strict=True)],
+                    [_joined(memory, begin[a:b], end[a:b]) for a, b in pairwise(groups.start.tolist())],
+                )
+            ]
+        return self._slices[0]
 
-    def _verify_strided(self, arena: Bytes, digests: Bytes, piece: int) -> None:
+    def _hash_strided(self, arena: Bytes, piece: int) -> bytes:
         parts = self.parts
         need = int(self.pieces.need[piece])
         elsize = int(self.needs.elsize[need])
@@ -207,13 +284,15 @@ class Verifier:
         begin[-1] *= elsize
         extent[-1] *= elsize
         part = box[tuple(slice(a, a + n) for a, n in zip(begin.tolist(), extent.tolist(), strict=True))]
-        found = box_digests(part, parts.count[piece].tolist())
+        return box_digests(part, parts.count[piece].tolist())
+
+    def _strided_of(self, piece: int, digests: Bytes) -> Bytes:
+        """The digests of a piece whose parts are not contiguous in the arena."""
+        parts = self.parts
         base, along = int(self.base[piece]), parts.parts[piece].tolist()
         expected = digests[base : base + prod(along)].reshape(*along, DIGEST_BYTES)
         chosen = zip(parts.first[piece].tolist(), parts.count[piece].tolist(), strict=True)
-        expected = expected[tuple(slice(a, a + n) for a, n in chosen)].reshape(-1, DIGEST_BYTES)
-        if found != expected.tobytes():
-            self._refuse(piece, _first_difference(found, expected))
+        return expected[tuple(slice(a, a + n) for a, n in chosen)].reshape(-1, DIGEST_BYTES)
 
     def _corner(self, piece: int, index: Int) -> Int:
         """Global offset of a part of a piece's shard."""
@@ -235,127 +314,22 @@ class Verifier:
             f"is not what {source} published"
         )
 
-
-def _first_difference(found: bytes, expected: Bytes) -> int:
-    rows = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_BYTES)
-    return int(np.argmax((rows != expected).any(axis=1)))
-
-
-def _best_parts(pieces: PieceTable, needs: NeedTable, merged: Merged, grid: DigestGrid) -> _Parts:
-    """For each piece the level that verifies most of it; of those that verify as much, the coarsest."""
-    width = pieces.offset.shape[1]
-    rows = merged.manifest_row[pieces.row]
-    shard_shape = widened(merged.shards.shape[pieces.row], width, 1)
-    lo = pieces.offset - widened(merged.shards.offset[pieces.row], width, 0)
-    hi = lo + pieces.shape
-    elsize = needs.elsize[pieces.need]
-    best = _Parts(
-        level=np.zeros(len(pieces), np.int64),
-        parts=np.ones_like(lo),
-        size=shard_shape.copy(),
-        first=np.zeros_like(lo),
-        count=np.zeros_like(lo),
-        verified_bytes=np.zeros(len(pieces), np.int64),
-    )
-    for level in range(LEVELS):
-        parts = widened(grid.parts[level], width, 1)[rows]
-        size = shard_shape // parts
-        first = -(-lo // size)
-        count = np.maximum(hi // size - first, 0)
-        count[(grid.count[level, rows] == 0) | (count == 0).any(axis=1)] = 0
-        verified = volumes(count * size) * elsize
-        better = verified > best.verified_bytes
-        best.level[better] = level
-        for name, found in (("parts", parts), ("size", size), ("first", first), ("count", count)):
-            getattr(best, name)[better] = found[better]
-        best.verified_bytes[better] = verified[better]
-    return best
+    def _refuse_group(self, number: int) -> NoReturn:
+        pieces = self.groups.piece[self.groups.start[number] : self.groups.start[number + 1]]
+        names = [self.needs.name(int(self.pieces.need[piece])) for piece in (pieces[0], pieces[-1])]
+        source = self.merged.sources[int(self.pieces.source[pieces[0]])]
+        raise DigestMismatch(
+            f"{len(pieces)} small tensors from {names[0]!r} to {names[1]!r}, as read by {self.needs.owner}: "
+            f"one of them is not what {source} published"
+        )
 
 
-def _asks(
-    pieces: PieceTable, rows: Int, parts: _Parts, grid: DigestGrid
-) -> tuple[tuple[Selection, ...], Int, Int]:
-    """What to ask for, in the order of the pieces: (asks, asks that each piece needs, base of each)."""
-    asked = np.zeros(len(pieces), np.int64)
-    base = np.zeros(len(pieces), np.int64)
-    checked = np.flatnonzero(parts.verified_bytes)
-    if not len(checked):
-        return (), asked, base
-    key = rows[checked] * LEVELS + parts.level[checked]
-    keys, at = np.unique(key, return_inverse=True)
-    # A digest that several pieces need is asked for with the first of them.
-    done = np.cumsum(pieces.size_bytes)[checked]
-    group = np.searchsorted(_ask_ends(int(done[-1])), done, side="left")
-    first_group = np.full(len(keys), np.iinfo(np.int64).max)
-    np.minimum.at(first_group, at, group)
-    asks: list[Selection] = []
-    key_base, key_ask, place = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64), 0
-    for number in np.unique(first_group).tolist():
-        own = np.flatnonzero(first_group == number)
-        own_rows, own_levels = keys[own] // LEVELS, keys[own] % LEVELS
-        wanted = np.zeros((LEVELS, int(own_rows[-1] - own_rows[0]) + 1), np.bool_)
-        wanted[own_levels, own_rows - own_rows[0]] = True
-        # `keys` are sorted by row, then level, which is the order of the answer.
-        counts = grid.count[own_levels, own_rows]
-        key_base[own] = place + np.cumsum(counts) - counts
-        key_ask[own] = len(asks) + 1
-        asks.append(Selection(int(own_rows[0]), wanted))
-        place += int(counts.sum())
-    asked[checked] = key_ask[at]
-    base[checked] = key_base[at]
-    return tuple(asks), asked, base
+def _joined(memory: memoryview, begin: Int, end: Int) -> list[memoryview]:
+    """The slices, those that touch as one."""
+    first = np.flatnonzero(np.append(True, begin[1:] != end[:-1]))
+    last = np.append(first[1:], len(end)) - 1
+    return [memory[a:b] for a, b in zip(begin[first].tolist(), end[last].tolist(), strict=True)]
 
 
-def _whole(rows: Int, parts: _Parts, grid: DigestGrid) -> tuple[tuple[Selection, ...], Int, Int]:
-    """As `_asks`, with one ask for everything that the source has."""
-    ask = Selection(0, np.ones_like(grid.count, np.bool_))
-    counts = ask.counts(grid)
-    start = (np.cumsum(counts.reshape(-1)) - counts.reshape(-1)).reshape(counts.shape)
-    return (ask,), np.ones(len(rows), np.int64), start[rows, parts.level]
-
-
-def _ask_ends(total_bytes: int) -> Int:
-    ends: list[int] = []
-    size = ASK_BYTES
-    while not ends or ends[-1] < total_bytes:
-        ends.append((ends[-1] if ends else 0) + size)
-        size = min(2 * size, MAX_ASK_BYTES)
-    return np.array(ends, np.int64)
-
-
-def _contiguous(pieces: PieceTable, needs: NeedTable, parts: _Parts) -> Bool:
-    """Which pieces' parts lie contiguous in the arena."""
-    need_shape = widened(needs.shape[pieces.need], parts.size.shape[1], 1)
-    whole = parts.size == need_shape
-    inside = np.ones_like(whole)
-    inside[:, :-1] = np.logical_and.accumulate(whole[:, :0:-1], axis=1)[:, ::-1]
-    out: Bool = (inside | (parts.size == 1)).all(axis=1)
-    return out
-
-
-def _flatten(
-    pieces: PieceTable, needs: NeedTable, merged: Merged, parts: _Parts, base: Int, contiguous: Bool
-) -> _Flat:
-    width = parts.size.shape[1]
-    counts = np.where(contiguous, volumes(parts.count), 0)
-    piece, k = expand(np.zeros(len(counts), np.int64), counts)
-    need = pieces.need[piece]
-    elsize = needs.elsize[need]
-    strides = row_major_strides(widened(needs.shape, width, 1))[need]
-    parts_strides = row_major_strides(parts.parts)[piece]
-    index = np.zeros((len(piece), width), np.int64)
-    for axis in range(width - 1, -1, -1):
-        along = parts.count[piece, axis]
-        index[:, axis] = k % along
-        k = k // along
-    index += parts.first[piece]
-    size = parts.size[piece]
-    shard_offset = widened(merged.shards.offset, width, 0)[pieces.row[piece]]
-    inside_need = shard_offset + index * size - widened(needs.offset, width, 0)[need]
-    begin = needs.local_offset[need].astype(np.int64) + (inside_need * strides).sum(axis=1) * elsize
-    return _Flat(
-        start=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
-        begin=begin,
-        end=begin + volumes(size) * elsize,
-        digest=base[piece] + (index * parts_strides).sum(axis=1),
-    )
+def _digest_of_all(slices: list[memoryview]) -> bytes:
+    return xxhash.xxh3_128_digest(slices[0] if len(slices) == 1 else b"".join(slices))

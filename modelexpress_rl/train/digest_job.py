@@ -19,7 +19,7 @@ from modelexpress_rl.errors import StateError
 from modelexpress_rl.quiet_threads import run_quietly
 from modelexpress_rl.reshard.digests import digest_table, encode_digests
 from modelexpress_rl.reshard.geometry import ShardTable
-from modelexpress_rl.reshard.grid import LEVELS, SLABS, Selection
+from modelexpress_rl.reshard.grid import FINER, Selection
 from modelexpress_rl.reshard.hashing import Memory, ShardDigests, ShardHasher, encode_answer
 
 
@@ -88,7 +88,7 @@ class _Made:
         """The parts that hold the finer levels of a selection: (asked for before, asked for first)."""
         known: dict[_Part, None] = {}
         fresh: list[_Part] = []
-        for level in range(SLABS + 1, LEVELS):
+        for level in FINER:
             there = selection.wanted[level] & (self.hasher.grid.count[level, selection.rows] > 0)
             lacking: dict[int, list[int]] = {}
             for row in (selection.first_row + np.flatnonzero(there)).tolist():

@@ -181,7 +181,7 @@ async def _digests(digests: TileDigests, request: v1.GetShardDigestsRequest) -> 
     wanted = request.selection
     if wanted.grid != GRID:
         raise UsageError(f"grid {wanted.grid} is not known here; expected {GRID}")
-    bitmaps = [wanted.slabs, wanted.bands, wanted.tiles]
+    bitmaps = [wanted.slabs, wanted.bands, wanted.tiles, wanted.groups]
     selection = Selection.of_bitmaps(wanted.first_row, wanted.row_count, bitmaps, digests.rows)
     return await digests.answer(selection)
 

@@ -17,7 +17,7 @@ from modelexpress_rl._pb import refit_pb2 as refit
 from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard.digests import digest_table, encode_digests
 from modelexpress_rl.reshard.geometry import Shard, ShardTable
-from modelexpress_rl.reshard.grid import LEVELS, SLABS, Selection
+from modelexpress_rl.reshard.grid import FINER, Selection
 from modelexpress_rl.reshard.hashing import ShardDigests, ShardHasher, encode_answer
 from modelexpress_rl.rpc import ControlPlane
 from modelexpress_rl.rpc.endpoint import EndpointServer
@@ -212,9 +212,9 @@ def _selected(published: Published, wanted: v1.DigestSelection) -> bytes:
     assert hasher is not None
     assert hashed is not None
     rows = hasher.grid.count.shape[1]
-    bitmaps = [wanted.slabs, wanted.bands, wanted.tiles]
+    bitmaps = [wanted.slabs, wanted.bands, wanted.tiles, wanted.groups]
     selection = Selection.of_bitmaps(wanted.first_row, wanted.row_count, bitmaps, rows)
-    for level in range(SLABS + 1, LEVELS):
+    for level in FINER:
         there = selection.wanted[level] & (hasher.grid.count[level, selection.rows] > 0)
         hasher.hash_parts(
             level, (selection.first_row + np.flatnonzero(there)).tolist(), hashed, lambda: False

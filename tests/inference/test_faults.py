@@ -20,7 +20,7 @@ from modelexpress_rl.errors import (
     Unavailable,
 )
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
-from modelexpress_rl.reshard import verify
+from modelexpress_rl.reshard import grid, verify_parts
 from tests.inference.publisher import Published, Publisher, create_version, whole
 from tests.inference.world import Model, World, as_bytes, halves, true_soon, weights
 
@@ -286,8 +286,9 @@ async def test_bytes_are_verified_whatever_the_publisher_answers(world: World, d
 
 
 async def test_digests_come_in_the_order_of_the_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "ASK_BYTES", 1024)
-    monkeypatch.setattr(verify, "MAX_ASK_BYTES", 1024)
+    monkeypatch.setattr(grid, "GROUPED_BYTES", 0)  # each by itself: together they would be one group
+    monkeypatch.setattr(verify_parts, "ASK_BYTES", 1024)
+    monkeypatch.setattr(verify_parts, "MAX_ASK_BYTES", 1024)
     trainer = await world.trainer()
     client = await world.generator(Model())
     await create_version(world.control, "v1", ["s0"])

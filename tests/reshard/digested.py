@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from modelexpress_rl.reshard.digests import DigestTable, GridRule, digest_table
-from modelexpress_rl.reshard.geometry import Bytes, Source
-from modelexpress_rl.reshard.grid import LEVELS, SLABS, Selection, digest_grid, grid_of_table
+from modelexpress_rl.reshard.geometry import Bytes, Int, Source
+from modelexpress_rl.reshard.grid import FINER, Selection, digest_grid, grid_of_table
 from modelexpress_rl.reshard.hashing import ShardDigests, ShardHasher, decode_answer, encode_answer
 from modelexpress_rl.reshard.merge import SourceManifest
 from modelexpress_rl.reshard.needs import NeedTable
@@ -62,7 +62,7 @@ class Answering:
         made = ShardDigests(self.hasher)
         for unit in range(len(self.hasher.units)):
             self.hasher.hash_slabs(unit, made, never)
-        for level in range(SLABS + 1, LEVELS):
+        for level in FINER:
             there = selection.wanted[level] & (self.hasher.grid.count[level, selection.rows] > 0)
             rows = selection.first_row + np.flatnonzero(there)
             self.hasher.hash_parts(level, rows.tolist(), made, never)
@@ -114,9 +114,18 @@ class Checker:
 
 
 def checker(
-    world: World, needs: NeedTable, rule: GridRule = FINE, *, whole: bool = False, limit_bytes: int = 1 << 30
+    world: World,
+    needs: NeedTable,
+    rule: GridRule = FINE,
+    *,
+    whole: bool = False,
+    limit_bytes: int = 1 << 30,
+    reads: Int | None = None,
 ) -> Checker:
-    """The checks of the plan for `needs`; `whole`: against tables of publishers that know no selection."""
+    """The checks of the plan for `needs`; `whole`: against tables of publishers that know no selection.
+
+    `reads`: the pieces with which reads begin, see `Verifier.of`.
+    """
     merged = world.merged()
     made = split(plan(needs, merged), merged, limit_bytes)
     tables = digest_tables(world, rule)
@@ -127,7 +136,7 @@ def checker(
             continue
         grid = grid_of_table(tables[m.source]) if whole else digest_grid(m.manifest.table, rule)
         pieces = slice(own[0].first, own[-1].last)
-        out.verifiers[m.source] = Verifier.of(made, needs, merged, pieces, grid, at_once=whole)
+        out.verifiers[m.source] = Verifier.of(made, needs, merged, pieces, grid, reads=reads, at_once=whole)
         out.digests[m.source] = tables[m.source].digests
     if not whole:
         out.fetch(answering(world, rule))
@@ -135,10 +144,10 @@ def checker(
 
 
 def pulled(
-    world: World, needs: NeedTable, rule: GridRule = FINE, *, whole: bool = False
+    world: World, needs: NeedTable, rule: GridRule = FINE, *, whole: bool = False, reads: Int | None = None
 ) -> tuple[Checker, Bytes]:
     """The checks, and an arena into which everything was read."""
-    made = checker(world, needs, rule, whole=whole)
+    made = checker(world, needs, rule, whole=whole, reads=reads)
     arena = np.zeros(needs.arena_bytes, np.uint8)
     pull(made.plan, arena)
     return made, arena

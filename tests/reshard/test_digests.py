@@ -21,7 +21,7 @@ from modelexpress_rl.reshard.digests import (
     tile_parts,
 )
 from modelexpress_rl.reshard.geometry import Shard, ShardTable
-from modelexpress_rl.reshard.grid import BANDS, GRID, LEVELS, TILES, Selection, digest_grid
+from modelexpress_rl.reshard.grid import BANDS, GRID, GROUPS, LEVELS, TILES, Selection, digest_grid
 from modelexpress_rl.reshard.hashing import (
     ShardDigests,
     ShardHasher,
@@ -177,12 +177,12 @@ def test_levels_that_repeat_a_coarser_one_are_absent() -> None:
     ]
     hasher, _ = hasher_of(*arrays, rule=GridRule())
     assert hasher.grid.count.T.tolist() == [
-        [0, 0, 0],
-        [1, 0, 0],
-        [16, 0, 0],
-        [8, 0, 64],
-        [1, 8, 64],
-        [1, 0, 8],
+        [0, 0, 0, 0],
+        [1, 0, 0, 0],
+        [16, 0, 0, 0],
+        [8, 0, 64, 0],
+        [1, 8, 64, 0],
+        [1, 0, 8, 1],
     ]
 
 
@@ -238,12 +238,13 @@ def test_selections_come_back(drawn: tuple[int, int, list[list[bool]]]) -> None:
 )
 def test_impossible_selections_are_refused(first: int, count: int, bits: bytes) -> None:
     with pytest.raises(UsageError, match="digests: "):
-        Selection.of_bitmaps(first, count, [bits, b"", b""], 4)
+        Selection.of_bitmaps(first, count, [bits, b"", b"", b""], 4)
 
 
 def test_an_answer_is_bound_to_what_was_asked_and_to_the_manifest() -> None:
     hasher, _ = hasher_of(np.ones((64, 96), np.uint8), np.ones((64, 96), np.uint8))
     made, ask = hashed(hasher), everything(hasher)
+    ask.wanted[GROUPS] = False  # the only one is the second row's
     one = Selection(0, ask.wanted[:, :1])
     other = Selection(1, ask.wanted[:, :1])
     data = encode_answer(made.gather(one), one, SHA)
@@ -269,7 +270,7 @@ def test_the_grid_has_a_number_that_goes_with_its_rule() -> None:
         for i, shape in enumerate([(152064, 2048), (128, 768, 2048), (2048,), (64, 32), (3, 1024, 1024), ()])
     ]
     parts = digest_grid(ShardTable.build(shards)).parts[:, :, :].transpose(1, 0, 2).tolist()
-    assert GRID == 1
+    assert GRID == 2
     assert parts == [
         [[1, 32, 1], [1, 32, 1], [1, 32, 32]],
         [[16, 1, 1], [16, 16, 1], [16, 16, 16]],

@@ -42,7 +42,7 @@ def pull_wire(made: Wire, arena: Bytes) -> None:
     pull(made.plan, arena, np.flatnonzero(~staged))
     for batch in made.batches:
         pull(made.plan, arena, np.arange(batch.first, batch.last))
-        for target, source in made.copies.views(arena, batch.copies):
+        for _, target, source in made.copies.views(arena, batch.copies):
             np.copyto(target, source)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from modelexpress_rl.errors import DigestMismatch, UsageError
 from modelexpress_rl.reshard import digests as digests_module
 from modelexpress_rl.reshard import grid as grids
-from modelexpress_rl.reshard import verify as verify_module
+from modelexpress_rl.reshard import verify_parts
 from modelexpress_rl.reshard.digests import DEFAULT_RULE, GridRule
-from modelexpress_rl.reshard.grid import BANDS, LEVELS, SLABS, TILES
+from modelexpress_rl.reshard.grid import BANDS, PARTS, SLABS, TILES
 from modelexpress_rl.reshard.needs import Need, NeedTable
 from modelexpress_rl.reshard.verify import Verified
 from tests.examples import many
@@ -190,8 +190,8 @@ def test_only_what_can_be_used_is_asked_for() -> None:
 
 
 def test_the_first_pieces_need_the_first_answers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "ASK_BYTES", 128 << 10)
-    monkeypatch.setattr(verify_module, "MAX_ASK_BYTES", 256 << 10)
+    monkeypatch.setattr(verify_parts, "ASK_BYTES", 128 << 10)
+    monkeypatch.setattr(verify_parts, "MAX_ASK_BYTES", 256 << 10)
     data = np.random.default_rng(1).integers(0, 256, (256, 256, 1), np.uint8)
     names = [f"t{i}" for i in range(16)]
     world = publish(
@@ -222,7 +222,7 @@ def test_every_level_is_of_use() -> None:
         check = checker(world, NeedTable.build([Need("t", "torch.bfloat16", *box)]), FINE)
         (verifier,) = check.verifiers.values()
         levels |= set(verifier.parts.level.tolist())
-    assert levels == set(range(LEVELS))
+    assert levels == set(PARTS)
 
 
 def test_rules_of_other_cuts_are_followed(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
