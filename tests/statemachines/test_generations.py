@@ -75,7 +75,7 @@ class Trainer(RuleBasedStateMachine):
 
     versions: Bundle[Version] = Bundle("versions")
 
-    @initialize(policy=st.sampled_from(BackPressure), generations=st.integers(1, 3), more=st.integers(0, 2))
+    @initialize(policy=st.sampled_from(BackPressure), generations=st.integers(1, 2), more=st.integers(0, 2))
     def begin(self, policy: BackPressure, generations: int, more: int) -> None:
         self.limits = Limits(generations, generations + more, policy)
         self.memories: list[Memory] = []
@@ -118,6 +118,7 @@ class Trainer(RuleBasedStateMachine):
     @rule(version=versions)
     def begin_copy(self, version: Version) -> None:
         if self.tell(version.memory, BeginCopy(version.use)):
+            assert not version.copying
             version.copying, version.written = True, 0
 
     @rule(version=versions)
@@ -132,18 +133,23 @@ class Trainer(RuleBasedStateMachine):
         if version.copying:
             version.copying = False
             assert self.tell(version.memory, EndCopy(version.use, version.written == CELLS))
+            if version.over:
+                assert version.memory.record.state is FREE
 
-    @rule(version=versions)
-    def copy_at_once(self, version: Version) -> None:
+    @rule(version=versions, is_read=st.booleans())
+    def publish(self, version: Version, is_read: bool) -> None:
         self.begin_copy(version)
         for _ in range(CELLS):
             self.write(version)
         self.end_copy(version)
         self.serve(version)
+        if is_read:
+            self.read(version)
 
     @rule(version=versions)
     def serve(self, version: Version) -> None:
         if self.tell(version.memory, Serve(version.use)):
+            assert not version.over
             version.served = True
 
     @rule(version=versions)
@@ -158,17 +164,31 @@ class Trainer(RuleBasedStateMachine):
     @rule(version=versions)
     def want_back(self, version: Version) -> None:
         self.tell(version.memory, WantBack(version.use))
+        if version.served and not version.over and not self.closed:
+            assert version.memory.record.state is GenerationState.DRAINING
 
     @rule(version=versions)
     def let_go(self, version: Version) -> None:
-        """As the publication does once it has drained; and again, late, when another has the memory."""
-        if not version.readers:
+        """As the publication does once it has drained."""
+        if not version.readers and not version.over:
             version.over = True
             self.tell(version.memory, LetGo(version.use))
+            stops = GenerationState.STOPPING if version.copying else FREE
+            assert version.memory.record.state in (stops, RETIRED)
 
     @rule(version=consumes(versions))
-    def forget(self, version: Version) -> None:
+    def release(self, version: Version) -> None:
+        self.want_back(version)
+        version.readers = 0
         self.let_go(version)
+
+    @rule(version=versions)
+    def publish_half(self, version: Version) -> None:
+        self.begin_copy(version)
+        self.write(version)
+        self.end_copy(version)
+        self.serve(version)
+        self.read(version)
 
     @rule()
     def retire(self) -> None:
@@ -185,12 +205,25 @@ class Trainer(RuleBasedStateMachine):
         self.closed = True
         for memory in self.memories:
             self.tell(memory, Close())
+        written = {id(version.memory) for version in self.alive if version.copying}
+        assert all((one.record.state is RETIRED) is (id(one) not in written) for one in self.memories)
+        for version in self.alive:
+            version.over |= version.copying  # it is given up
 
     @invariant()
     def nobody_reads_another_version(self) -> None:
         for version in getattr(self, "alive", []):
             if version.readers:
                 assert version.memory.cells == [version.name] * CELLS
+
+    @invariant()
+    def what_is_said_late_changes_nothing(self) -> None:
+        for version in getattr(self, "alive", []):
+            before, use = version.memory.record, version.use
+            if use < before.use:
+                for event in (BeginCopy(use), EndCopy(use, True), Serve(use), WantBack(use), LetGo(use)):
+                    self.tell(version.memory, event)
+                    assert version.memory.record == before
 
     @invariant()
     def what_is_free_is_written_by_nobody(self) -> None:

@@ -30,6 +30,7 @@ from modelexpress_rl.train.settings import resolve
 from modelexpress_rl.transport.inprocess import Hub
 from modelexpress_rl.transport.port import Agent
 from modelexpress_rl.version import WeightPayloadFormat, WeightVersionRef
+from statemachines.back_pressure import BackPressure, Limits
 from tests.train.support import MODEL, Buffer, FaultyControl, Orchestrator
 
 pytestmark = pytest.mark.anyio
@@ -103,6 +104,13 @@ class TestRefusals:
             ({"registration_ttl_seconds": 2.5}, "registration_ttl_seconds"),
             ({"rpc_timeout_seconds": 0}, "rpc_timeout_seconds"),
             ({"server_url": "nowhere"}, "server_url: 'nowhere'"),
+            ({"overlap": "SOME"}, "overlap: expected one of NONE, PUBLISH, CAPTURE, got 'SOME'"),
+            ({"back_pressure": "DROP"}, "back_pressure: expected one of WAIT, SKIP, GROW, got 'DROP'"),
+            ({"generations": 0}, "generations: expected a whole number from 1 to 1024, got 0"),
+            (
+                {"generations": 3, "max_generations": 2},
+                "max_generations: expected at least generations, .* 3",
+            ),
         ],
     )
     def test_a_config_that_can_not_be(self, change: dict[str, Any], problem: str) -> None:
@@ -139,6 +147,20 @@ class TestRefusals:
         assert str(settings.address) == "10.0.0.1:1234"
         assert settings.registration_ttl_s == 21
         assert len(settings.worker_id) == 8
+
+    def test_how_it_overlaps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings = resolve(config())
+        assert (settings.overlap, settings.limits) == ("NONE", Limits(2, 4, BackPressure.WAIT))
+        monkeypatch.setenv("MX_TRAINER_OVERLAP", "capture")
+        monkeypatch.setenv("MX_TRAINER_GENERATIONS", "3")
+        monkeypatch.setenv("MX_TRAINER_MAX_GENERATIONS", "5")
+        monkeypatch.setenv("MX_TRAINER_BACK_PRESSURE", "grow")
+        settings = resolve(config())
+        assert (settings.overlap, settings.limits) == ("CAPTURE", Limits(3, 5, BackPressure.GROW))
+        settings = resolve(
+            config(overlap="PUBLISH", generations=1, max_generations=1, back_pressure=BackPressure.SKIP)
+        )
+        assert (settings.overlap, settings.limits) == ("PUBLISH", Limits(1, 1, BackPressure.SKIP))
 
     async def test_a_mode_that_the_adapter_lacks_is_named_at_the_first_tensor_operation(
         self, address: str
