@@ -7,7 +7,7 @@ the side stream waits for. What the host waits for, in a thread, is the end of t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,12 +45,23 @@ class SideStreams:
         self._torch = torch
         self._streams: dict[int, Any] = {}
 
-    def start(self, device_index: int, jobs: Iterable[Job], after: Marks) -> Any:
-        """Queue copies on the device's stream; returns the event that ends them.
+    def run(self, jobs: Mapping[int, Sequence[Job]], after: Marks, beside: Callable[[], bool]) -> bool:
+        """Do all jobs, by device, and `beside` on the host meanwhile; return what that returned. In a thread.
 
-        They begin once what the mark stands for has ended; on a device without a mark, what the default
-        stream holds now.
+        The jobs begin once what the marks stand for has ended; on a device without a mark, what its default
+        stream holds now. Returns, or raises, only once every copy that was queued has ended: until then they
+        may write.
         """
+        queued: list[Any] = []
+        try:
+            for device_index, of_device in jobs.items():
+                self._queue(device_index, of_device, after, queued)
+            return beside()
+        finally:
+            for ended in queued:
+                ended.synchronize()
+
+    def _queue(self, device_index: int, jobs: Sequence[Job], after: Marks, queued: list[Any]) -> None:
         cuda = (self._torch or sys.modules["torch"]).cuda
         stream = self._streams.get(device_index)
         if stream is None:
@@ -61,22 +72,10 @@ class SideStreams:
             mark.record(cuda.default_stream(device_index))
         stream.wait_event(mark)
         ended = cuda.Event(blocking=True)  # a thread that waits for it sleeps
+        queued.append(ended)
         with cuda.stream(stream):
-            for job in jobs:
-                job()
-            ended.record(stream)
-        return ended
-
-    def run(self, jobs: Mapping[int, Sequence[Job]], after: Marks, beside: Callable[[], bool]) -> bool:
-        """Do all jobs, by device, and `beside` on the host meanwhile; return what that returned. In a thread.
-
-        Returns, or raises, only once every copy that was queued has ended: until then they may write.
-        """
-        queued: list[Any] = []
-        try:
-            for device_index, of_device in jobs.items():
-                queued.append(self.start(device_index, of_device, after))
-            return beside()
-        finally:
-            for ended in queued:
-                ended.synchronize()
+            try:
+                for job in jobs:
+                    job()
+            finally:
+                ended.record(stream)

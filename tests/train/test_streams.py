@@ -101,7 +101,7 @@ def test_copies_follow_the_training_stream_which_waits_for_nothing() -> None:
 
 def test_a_device_without_a_mark_is_waited_for_by_its_default_stream() -> None:
     cuda = Cuda()
-    SideStreams(torch_of(cuda)).start(0, [], NO_MARKS)
+    assert SideStreams(torch_of(cuda)).run({0: []}, NO_MARKS, lambda: True)
     assert cuda.log[:2] == ["event1 on default@0", "side1@0 waits for event1"]
 
 
@@ -111,6 +111,14 @@ def test_what_was_queued_is_waited_for_where_something_fails() -> None:
     def fail() -> None:
         raise MemoryError("no room")
 
-    with pytest.raises(MemoryError):
-        copy_all(Copies((fail,), {0: []}, 8), SideStreams(torch_of(cuda)), NO_MARKS, lambda: True)
-    assert cuda.log[-1].startswith("host waits for event")
+    for copies in (
+        Copies((fail,), {0: []}, 8),
+        Copies((), {0: [fail]}, 8),
+        Copies((), {0: [], 1: [fail]}, 8),
+    ):
+        with pytest.raises(MemoryError):
+            copy_all(copies, SideStreams(torch_of(cuda)), NO_MARKS, lambda: True)
+        queued = [line for line in cuda.log if line.startswith("event") and "side" in line]
+        waited = [line for line in cuda.log if line.startswith("host waits")]
+        assert len(queued) == len(waited)
+        assert cuda.log[-1].startswith("host waits for event")
