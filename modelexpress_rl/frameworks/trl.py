@@ -95,7 +95,7 @@ class ModelExpressWeightTransfer:
             self._publisher.publish(version_id)
             self._post("start_weight_update")
             self._post("update_weights", {"update_info": {"version_id": version_id}})
-            self._post("finish_weight_update")
+            self._post("finish_weight_update", {"weight_version": version_id})
         finally:
             self._control.delete_weight_version(version_id)
             self._publisher.release()

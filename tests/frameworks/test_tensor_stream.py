@@ -1,0 +1,115 @@
+"""Streams of whole tensors: what a publisher refuses, and what a receiver does when it is left early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from modelexpress_rl import ModelExpressControlClient, WeightPayloadFormat
+from modelexpress_rl.errors import StateError, UsageError
+from modelexpress_rl.frameworks.tensor_stream import StreamPublisher, StreamReceiver
+from tests.frameworks.conftest import Framework
+
+pytestmark = pytest.mark.heavy
+MODEL, SLOT = "stream/policy", "stream:0"
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {
+        "weight": torch.arange(12.0).reshape(3, 4) + 100 * step,
+        "half": (torch.arange(6) + step).bfloat16(),
+        "count": torch.tensor(step),
+        "none": torch.zeros(0, 4),
+    }
+
+
+class Stream:
+    """A publisher, a receiver, and who creates versions."""
+
+    def __init__(self, server_url: str) -> None:
+        self.publisher = StreamPublisher(MODEL, SLOT, server_url=server_url, reuse_timeout_s=30.0)
+        self.receiver = StreamReceiver(MODEL, server_url=server_url)
+        self.control = ModelExpressControlClient.connect(server_url)
+
+    def create(self, name: str) -> str:
+        self.control.create_weight_version(
+            MODEL, name, WeightPayloadFormat.FULL_TENSOR, [SLOT], uid=f"stream:{name}"
+        )
+        return f"stream:{name}"
+
+    def received(self, version_id: str) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.receiver.receive(version_id)}
+
+
+@pytest.fixture
+def stream(framework: Framework) -> Iterator[Stream]:
+    made = Stream(framework.server_url)
+    with contextlib.ExitStack() as stack:
+        for each in (made.control, made.receiver, made.publisher):
+            stack.callback(each.close)
+        yield made
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_versions_come_whole_also_after_one_was_left_early(stream: Stream) -> None:
+    async def one_by_one(named: dict[str, torch.Tensor]) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        for each in named.items():
+            await asyncio.sleep(0)
+            yield each
+
+    for step in (1, 2):
+        version = stream.create(f"whole-{step}")
+        if step == 1:
+            stream.publisher.copy(tensors(step).items())
+        else:
+            asyncio.run(stream.publisher.copy_async(one_by_one(tensors(step))))
+        stream.publisher.publish(version)
+        if step == 2:
+            left = stream.receiver.receive(version)
+            next(left)
+            left.close()
+        assert_same(stream.received(version), tensors(step))
+        with pytest.raises(StateError, match=f"version {version}: was received already"):
+            next(stream.receiver.receive(version))
+        stream.control.delete_weight_version(version)
+    assert stream.publisher.pop_metrics()["trainer_refit_e2e_s"] > 0
+
+
+def test_another_stream_than_before_is_refused_by_name(stream: Stream) -> None:
+    publisher = stream.publisher
+    with pytest.raises(StateError, match="version stream:x: no tensors were copied for it"):
+        publisher.publish("stream:x")
+    publisher.copy(tensors(1).items())
+    publisher.publish(stream.create("refused"))
+    stream.control.delete_weight_version("stream:refused")
+    cases: list[tuple[Any, str]] = [
+        ([*tensors(2).items(), ("more", torch.ones(1))], "tensor 'more': did not come before"),
+        (list(tensors(2).items())[1:], r"tensor 'weight': came before, and is missing \(1 are\)"),
+        ([*tensors(2).items(), ("weight", torch.ones(3, 4))], "tensor 'weight': comes twice"),
+        (
+            (tensors(2) | {"weight": torch.ones(4, 3)}).items(),
+            r"tensor 'weight': was torch.float32 \(3, 4\) before, is torch.float32 \(4, 3\)",
+        ),
+    ]
+    for named, problem in cases:
+        with pytest.raises(UsageError, match=problem):
+            publisher.copy(named)
+        with pytest.raises(StateError, match="no tensors were copied"):
+            publisher.publish("stream:x")
+    version = stream.create("after")
+    publisher.copy(tensors(3).items())
+    publisher.publish(version)
+    assert_same(stream.received(version), tensors(3))
+    stream.control.delete_weight_version(version)
+    publisher.release()
