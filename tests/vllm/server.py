@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,22 @@ def serving(checkpoint: Path, ranks: int = 1, *more: str) -> Iterator[str]:
     command += [str(part) for option in options.items() for part in option]
     with running(command, {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         server.wait_for_line("Application startup complete", START_S)
+        _wait_until_it_listens(port)
         yield f"http://127.0.0.1:{port}"
+
+
+def _wait_until_it_listens(port: int) -> None:
+    """The line that says that it started comes before it listens."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 5).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def post(url: str, **body: Any) -> Any:
