@@ -7,6 +7,7 @@ vLLM's own label of its weights, so an orchestrator that starts again reads it t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,10 +123,11 @@ class VllmServer:
         return Holding(None if version_id == _NEVER_UPDATED else version_id, certain=certain, held=paused)
 
     async def _begin_session(self) -> None:
-        try:
-            await self._post("start_weight_update")
-        except StateError:  # an orchestrator that died may have left one open
-            await self._post("finish_weight_update", {})
+        """Open a session, or go on with one that is open: that of a dead orchestrator, or of a failed update.
+
+        Where there is none for another reason, the update that follows says so.
+        """
+        with contextlib.suppress(StateError):
             await self._post("start_weight_update")
 
     async def _is_intact(self) -> bool:
