@@ -18,7 +18,7 @@ from tests.frameworks.policy import WIRE, assert_computes, made
 
 pytestmark = pytest.mark.heavy
 STEPS = 3
-MODE = "COPY_TO_HOST"
+MODE = "COPY_TO_DEVICE"
 
 
 def test_every_step_reaches_every_worker(framework: Framework) -> None:

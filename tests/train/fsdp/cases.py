@@ -12,6 +12,7 @@ from torch import Tensor, nn
 STEPS = 3
 HIDDEN, VOCABULARY, HEADS = 8, 11, (8, 4, 4)
 SEED = 5
+COPY_MODES = ("COPY_TO_HOST", "COPY_TO_DEVICE")
 
 
 class Block(nn.Module):

@@ -30,7 +30,7 @@ from modelexpress_rl import (
     WeightVersionRef,
 )
 from tests.interop import peer_weights
-from tests.train.fsdp.cases import SEED, STEPS, Model, cast, optimizer_of, to_hugging_face, train
+from tests.train.fsdp.cases import COPY_MODES, SEED, STEPS, Model, cast, optimizer_of, to_hugging_face, train
 from tests.train.fsdp.support import parts_of_boxes
 
 WAIT_S = 30.0
@@ -104,7 +104,7 @@ def in_place(address: str, folder: Path) -> None:
     publisher.close()
 
 
-def copied(address: str, folder: Path) -> None:
+def copied(address: str, folder: Path, mode: str) -> None:
     """Cast and converted while it is copied, from a state dict of each step; training goes on at once."""
     traced: list[int] = []
 
@@ -116,7 +116,7 @@ def copied(address: str, folder: Path) -> None:
     optimizer = optimizer_of(model)
     norms = {name: torch.float32 for name in model.state_dict() if "norm" in name}
     context = FSDPTrainerContext(wire_dtype_overrides=norms, convert_native_to_hf=convert)
-    publisher = Publisher("copied", address, folder, "COPY_TO_HOST", context)
+    publisher = Publisher(f"copied-{mode}", address, folder, mode, context)
     staged = []
     for step in range(STEPS):
         train(model, optimizer, step)
@@ -131,7 +131,7 @@ def copied(address: str, folder: Path) -> None:
 def nothing(address: str, folder: Path) -> None:
     """One row: the second rank has none of it, and its slot is expected all the same."""
     mesh = init_device_mesh("cpu", (2,))
-    for mode in ("IN_PLACE", "COPY_TO_HOST"):
+    for mode in ("IN_PLACE", *COPY_MODES):
         tensor = distribute_tensor(torch.zeros(1, 6), mesh, [Shard(0)])
         context = FSDPTrainerContext(wire_dtype=None, tensors={"only": tensor})
         publisher = Publisher(f"nothing-{mode}", address, folder, mode, context)
@@ -208,8 +208,10 @@ def main(job: str, folder: Path, address: str = "") -> None:
     elif job == "peer":
         for_a_peer(address, folder)
     else:
-        for case in (in_place, copied, nothing):
-            case(address, folder)
+        in_place(address, folder)
+        for mode in COPY_MODES:
+            copied(address, folder, mode)
+        nothing(address, folder)
     dist.destroy_process_group()
 
 

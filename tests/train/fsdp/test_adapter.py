@@ -31,6 +31,7 @@ from tests.train.fsdp.support import (
 
 pytestmark = pytest.mark.anyio
 IN_PLACE, COPY = TrainerStagingMode.IN_PLACE, TrainerStagingMode.COPY_TO_HOST
+DEVICE = TrainerStagingMode.COPY_TO_DEVICE
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +144,10 @@ class TestBinding:
 
 
 class TestWireDtypes:
-    async def test_floating_point_is_cast_while_it_is_copied(self, stager: Stager) -> None:
+    @pytest.mark.parametrize("mode", [COPY, DEVICE])
+    async def test_floating_point_is_cast_while_it_is_copied(
+        self, stager: Stager, mode: TrainerStagingMode
+    ) -> None:
         tensors = {
             "w": numbered(5, 3),
             "half": numbered(3, dtype=torch.float16),
@@ -159,7 +163,7 @@ class TestWireDtypes:
         for step in range(2):
             tensors["w"].add_(step)
             expected = tensors | {n: tensors[n].bfloat16() for n in ("w", "half")}
-            data = await staged(adapter, stager, COPY, f"v{step}")
+            data = await staged(adapter, stager, mode, f"v{step}")
             assert differing(assemble([parts_of_manifest(data)]), expected) == []
             data.buffer_owner.release()
 
@@ -289,7 +293,7 @@ class TestMemory:
         assert str(contents[0]).startswith("7 tensors, 0 of them cast")
         assert len(set(manifests)) == 1
 
-    @pytest.mark.parametrize("mode", [IN_PLACE, COPY])
+    @pytest.mark.parametrize("mode", [IN_PLACE, COPY, DEVICE])
     async def test_memory_that_moved_is_followed(self, stager: Stager, mode: TrainerStagingMode) -> None:
         model = Tiny()
         context = FSDPTrainerContext(wire_dtype=None if mode is IN_PLACE else "bfloat16", tensors=model)
@@ -326,7 +330,7 @@ class TestMemory:
 
 
 class TestNothing:
-    @pytest.mark.parametrize("mode", [IN_PLACE, COPY])
+    @pytest.mark.parametrize("mode", [IN_PLACE, COPY, DEVICE])
     async def test_a_rank_that_holds_nothing_publishes_that(
         self, stager: Stager, mode: TrainerStagingMode
     ) -> None:

@@ -20,7 +20,7 @@ from modelexpress_rl.server.app import serving
 from modelexpress_rl.server.stores.memory import MemoryStore
 from modelexpress_rl.version import VersionState
 from tests.e2e.processes import Running
-from tests.train.fsdp.cases import STEPS
+from tests.train.fsdp.cases import COPY_MODES, STEPS
 from tests.train.fsdp.real_ranks import ranks
 from tests.train.fsdp.support import assemble, differing
 
@@ -97,7 +97,7 @@ async def test_two_ranks_refit_a_generator_after_every_step(
     async with serving(store) as plane:
         with ranks(2, "refit", str(tmp_path), plane.address) as processes:
             refits = Refits(plane.address, tmp_path, processes)
-            for case in ("in-place", "copied"):
+            for case in ("in-place", *(f"copied-{mode}" for mode in COPY_MODES)):
                 references = await refits.follow(case, STEPS)
                 unchanged = [
                     name
@@ -105,7 +105,7 @@ async def test_two_ranks_refit_a_generator_after_every_step(
                     if not differing({name: references[0][name]}, {name: references[1][name]})
                 ]
                 assert unchanged == [], "a transfer that did nothing would pass"
-            for mode in ("IN_PLACE", "COPY_TO_HOST"):
+            for mode in ("IN_PLACE", *COPY_MODES):
                 await refits.follow(f"nothing-{mode}", 2)
             for process in processes:
                 assert await anyio.to_thread.run_sync(process.wait, WAIT_S) == 0, process.text
