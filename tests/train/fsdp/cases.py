@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,13 +76,19 @@ def cast(tensors: Mapping[str, Tensor], keep: str) -> dict[str, Tensor]:
     }
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """One step; the tokens differ from step to step and not from rank to rank."""
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, may_write: Callable[[], Any] = lambda: None
+) -> float:
+    """One step; the tokens differ from step to step and not from rank to rank.
+
+    `may_write` returns once the optimizer may write the weights.
+    """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCABULARY, (2, 16), generator=generator)
     optimizer.zero_grad()
     loss = model(tokens).square().mean()
     loss.backward()
+    may_write()
     optimizer.step()
     with torch.no_grad():  # an evaluation, after which FSDP2 leaves the root's parameters gathered
         model.eval()(tokens)

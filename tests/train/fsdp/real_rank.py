@@ -55,7 +55,9 @@ def sharded_model(mesh: DeviceMesh, wrap: Callable[[nn.Module], Any] = lambda mo
 class Publisher:
     """A client of this rank, and what it does for each version."""
 
-    def __init__(self, case: str, address: str, folder: Path, mode: str, context: FSDPTrainerContext) -> None:
+    def __init__(
+        self, case: str, address: str, folder: Path, mode: str, context: FSDPTrainerContext, **more: Any
+    ) -> None:
         self.case, self.folder = case, folder
         config = ModelExpressTrainerConfig(
             device_id=0,
@@ -64,6 +66,7 @@ class Publisher:
             staging_mode=mode,
             engine_context=context,
             rpc_timeout_seconds=WAIT_S,
+            **more,
         )
         self.client = ModelExpressTrainerClient.initialize(config)
         self.control = ModelExpressControlClient.connect(address)
@@ -71,9 +74,20 @@ class Publisher:
     def publish(self, step: int, full: dict[str, Tensor], tensors: Any = None) -> Any:
         """Write the reference, have the version created, and publish this rank's part of it."""
         version = f"{self.case}-{step}"
-        slots: list[Any] = [None] * dist.get_world_size()
         staged = self.client.stage_shard(WeightVersionRef(version), tensors=tensors)
-        dist.all_gather_object(slots, staged.source_slot_id)
+        self._create(version, full, staged.source_slot_id)
+        staged.publish()
+        return staged
+
+    def publish_and_go_on(self, step: int, full: dict[str, Tensor], tensors: Any) -> Any:
+        """The same, but the copy and the announcement go on by themselves."""
+        version = f"{self.case}-{step}"
+        self._create(version, full, f"publisher:global-rank:{dist.get_rank()}")
+        return self.client.publish_version(version, tensors)
+
+    def _create(self, version: str, full: dict[str, Tensor], slot: str) -> None:
+        slots: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(slots, slot)
         if dist.get_rank() == 0:
             torch.save(full, self.folder / f"{version}.pt")
             self.control.create_weight_version(
@@ -84,8 +98,6 @@ class Publisher:
                 uid=version,
             )
         dist.barrier()
-        staged.publish()
-        return staged
 
     def close(self) -> None:
         self.client.close()
@@ -125,6 +137,24 @@ def copied(address: str, folder: Path, mode: str) -> None:
     for one in staged:
         one.source_reuse_ready.wait(WAIT_S)
     assert len(traced) == 1
+    publisher.close()
+
+
+def overlapped(address: str, folder: Path) -> None:
+    """The copy is made beside the next forward and backward pass; the optimizer waits for its end."""
+    model = sharded_model(init_device_mesh("cpu", (2,)))
+    optimizer = optimizer_of(model)
+    publisher = Publisher(
+        "overlapped", address, folder, "COPY_TO_DEVICE", FSDPTrainerContext(), overlap="CAPTURE"
+    )
+    staged: list[Any] = []
+    for step in range(STEPS):
+        train(model, optimizer, step, lambda: [one.weights_free.wait(WAIT_S) for one in staged])
+        full = cast(gathered(model.state_dict()), keep="nothing")
+        staged.append(publisher.publish_and_go_on(step, full, model.state_dict()))
+    for one in staged:
+        one.source_reuse_ready.wait(WAIT_S)
+        assert one.published.done
     publisher.close()
 
 
@@ -211,6 +241,7 @@ def main(job: str, folder: Path, address: str = "") -> None:
         in_place(address, folder)
         for mode in COPY_MODES:
             copied(address, folder, mode)
+        overlapped(address, folder)
         nothing(address, folder)
     dist.destroy_process_group()
 

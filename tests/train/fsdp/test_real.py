@@ -97,7 +97,7 @@ async def test_two_ranks_refit_a_generator_after_every_step(
     async with serving(store) as plane:
         with ranks(2, "refit", str(tmp_path), plane.address) as processes:
             refits = Refits(plane.address, tmp_path, processes)
-            for case in ("in-place", *(f"copied-{mode}" for mode in COPY_MODES)):
+            for case in ("in-place", *(f"copied-{mode}" for mode in COPY_MODES), "overlapped"):
                 references = await refits.follow(case, STEPS)
                 unchanged = [
                     name
