@@ -1,7 +1,8 @@
 """CreateWeightVersion: repeats first, then the base, then the claim of the key, then the record.
 
 A key is claimed before its version is made, so that two requests under one key never make two
-versions. Where a server dies in between, the repeat finds its own claim and makes the version.
+versions. Where a server dies in between, the repeat finds its own claim and makes the version. Without
+a repeat the claim is freed after `claim_ttl_ms`: so the version is committed before that, or not at all.
 """
 
 from __future__ import annotations
@@ -9,13 +10,22 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
-from modelexpress_rl.server.stores.port import Committed, KeyHolder, Store, VersionEntry
+from modelexpress_rl.server.stores.port import (
+    Committed,
+    KeyHolder,
+    Rejected,
+    Store,
+    StoreUnavailable,
+    VersionEntry,
+)
 from modelexpress_rl.server.views import View, view, views
 from statemachines import version
 from statemachines.ids import VersionId
 from statemachines.kernel import Reason, Refused
 from statemachines.spec import VersionSpec, validate
 from statemachines.version import Moment, VersionRecord, VersionState
+
+_CLAIMS = 3
 
 
 async def create(
@@ -24,6 +34,7 @@ async def create(
     spec: VersionSpec,
     settle: Callable[[VersionId], Awaitable[None]],
     require_room: Callable[[VersionSpec], Awaitable[None]],
+    claim_ttl_ms: int,
 ) -> tuple[View, bool]:
     """Create a version, or find the one that an equal request created; answers whether it is new.
 
@@ -32,6 +43,7 @@ async def create(
 
     Raises:
         Refused: the request contradicts itself, its base does not serve, or key or uid are taken.
+        StoreUnavailable: again and again the store took longer than a claim lives.
     """
     validate(spec)
     holder = await store.read_key(spec.idempotency_key)
@@ -45,20 +57,32 @@ async def create(
     if holder is None:
         await require_room(spec)
     wanted = KeyHolder(uid or VersionId(uuid4().hex[:8]), spec)
-    holder = await store.claim_key(spec.idempotency_key, wanted)
-    _require_same(holder, uid, spec)
-    return await _make(store, holder)
+    for _ in range(_CLAIMS):
+        now_ms = await store.now_ms()  # before the claim, which so lives longer than is counted on
+        holder = await store.claim_key(spec.idempotency_key, wanted)
+        _require_same(holder, uid, spec)
+        made = await _make(store, holder, now_ms, now_ms + claim_ttl_ms)
+        if made is not None:
+            return made
+    raise StoreUnavailable(
+        f"version {wanted.uid} was not created: {_CLAIMS} times the store took longer for it than the "
+        f"{claim_ttl_ms} ms for which the claim of an idempotency key is kept"
+    )
 
 
-async def _make(store: Store, holder: KeyHolder) -> tuple[View, bool]:
+async def _make(
+    store: Store, holder: KeyHolder, now_ms: int, valid_until_ms: int
+) -> tuple[View, bool] | None:
+    """Commit the record of a claim; None where that may have been freed meanwhile."""
     sequence = await store.next_sequence()
-    now_ms = await store.now_ms()
     record = version.begin(holder.uid, holder.spec, now_ms, sequence)
     ready = record.state is VersionState.READY
     entry = VersionEntry(record, now_ms if ready else 0, "created READY" if ready else "created")
     result = await store.commit_version(
-        holder.uid, entry, expected_revision=None, valid_until_ms=None, wake_at_ms=None
+        holder.uid, entry, expected_revision=None, valid_until_ms=valid_until_ms, wake_at_ms=None
     )
+    if result is Rejected.LATE:
+        return None
     if isinstance(result, Committed):
         return View(entry, result.revision, Moment(now_ms)), True
     present = await view(store, holder.uid)

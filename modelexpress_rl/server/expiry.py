@@ -1,7 +1,8 @@
 """What time does by itself: lapses, drains, retirement, forgetting; whoever of several servers does it.
 
 The loop sleeps until the store's earliest wake, has each due version settle (a commit like any other,
-so that several servers may try), and purges workers and claims that are past their retention.
+so that several servers may try), and purges workers that are past their retention, and claims of
+idempotency keys that were never followed by a version (their server died, or lost the store, in between).
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ AT_ONCE = 16
 # Another server may have committed an earlier wake than the one that this one sleeps for.
 LONGEST_SLEEP_MS = 1_000
 RETRY_MS = 1_000
-# A key that was claimed so long ago and has no version: its server died between the two.
-ORPHAN_CLAIM_MS = 3_600_000
-CLAIMS_EVERY_MS = 600_000
+# Looking for claims is looking at every key; it is done a few times in a claim's life, and seldom.
+CLAIMS_AT_LEAST_EVERY_MS = 600_000
 _FAR_MS = 1 << 62
 
 
@@ -74,8 +74,9 @@ class Expiry:
             if failed or len(gone) < BATCH:
                 break
         if now_ms >= self._claims_at_ms:
-            await self._store.purge_keys(now_ms - ORPHAN_CLAIM_MS)
-            self._claims_at_ms = now_ms + CLAIMS_EVERY_MS
+            claim_ttl_ms = self._registry.settings.claim_ttl_ms
+            await self._store.purge_keys(now_ms - claim_ttl_ms)
+            self._claims_at_ms = now_ms + min(claim_ttl_ms // 2, CLAIMS_AT_LEAST_EVERY_MS)
         self._earlier = anyio.Event()
         self._wakes_at_ms = _FAR_MS  # until it is known, any commit may be earlier
         if failed:

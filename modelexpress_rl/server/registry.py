@@ -73,7 +73,9 @@ class Registry:
 
     async def create(self, uid: VersionId | None, spec: VersionSpec) -> View:
         """Create a version, or answer the record of an equal request; see `creation.create`."""
-        creating = creation.create(self.store, uid, spec, self.settle, self._require_room)
+        creating = creation.create(
+            self.store, uid, spec, self.settle, self._require_room, self.settings.claim_ttl_ms
+        )
         found, is_new = await self._bounded(creating)
         if is_new:
             _tell(found.entry, "new")

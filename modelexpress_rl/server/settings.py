@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from modelexpress_rl.errors import UsageError
 
 MAX_SPAN_MS = 30 * 24 * 3600 * 1000
+LEAST_CLAIM_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,11 @@ class Settings:
                 raise UsageError(f"{name} must be 1 or more, not {getattr(self, name)}")
         if self.command_timeout_s <= 0:
             raise UsageError(f"command_timeout_s must be positive, not {self.command_timeout_s}")
+
+    @property
+    def claim_ttl_ms(self) -> int:
+        """How long an idempotency key stays claimed for a version that was never made: as one that ended."""
+        return max(self.retention_ms, LEAST_CLAIM_MS)
 
     def keep_last_of(self, model_name: str) -> int:
         """How many READY versions of a model are kept; 0: all that nobody releases."""

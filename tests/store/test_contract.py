@@ -254,6 +254,26 @@ class TestKeys:
             False,
         ]
 
+    async def test_a_version_is_committed_while_its_claim_is_safe_or_not_at_all(
+        self, store: Store, harness: Harness
+    ) -> None:
+        ttl_ms, start = 1_000, harness.clock.now_ms()
+        for uid in ("early", "late"):
+            await store.claim_key(uid, KeyHolder(uid, spec(uid)))
+        harness.clock.advance(ttl_ms - 1)
+        made = await put(store, entry("early", 1, key="early"), valid_until_ms=start + ttl_ms)
+        assert isinstance(made, Committed)
+        assert await store.purge_keys(harness.clock.now_ms() - ttl_ms) == 0
+        harness.clock.advance(1)
+        late = await put(store, entry("late", 2, key="late"), valid_until_ms=start + ttl_ms)
+        assert late is Rejected.LATE
+        assert await store.purge_keys(harness.clock.now_ms() - ttl_ms) == 0  # it is purged only later still
+        harness.clock.advance(1)
+        assert await store.purge_keys(harness.clock.now_ms() - ttl_ms) == 1
+        assert await store.read_key("late") is None
+        assert await store.read_key("early") == KeyHolder("early", spec("early"))
+        assert await store.purge_keys(harness.clock.now_ms() + 1) == 0
+
 
 class TestWorkers:
     async def test_compare_and_set(self, store: Store, harness: Harness) -> None:

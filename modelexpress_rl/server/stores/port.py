@@ -215,7 +215,11 @@ class Store(Protocol):
         ...
 
     async def claim_key(self, idempotency_key: str, holder: KeyHolder) -> KeyHolder:
-        """Claim the key for `holder`, unless somebody holds it; answers who holds it now."""
+        """Claim the key for `holder`, unless somebody holds it; answers who holds it now.
+
+        The claim counts from now on, also where it was held already. A version is committed for it only
+        while `purge_keys` can't have freed it: `valid_until_ms` says so.
+        """
         ...
 
     async def free_key(self, idempotency_key: str, uid: VersionId) -> None:
@@ -223,7 +227,10 @@ class Store(Protocol):
         ...
 
     async def purge_keys(self, claimed_before_ms: int) -> int:
-        """Free keys whose version never came to be (a crash in between); answers how many."""
+        """Free keys that were last claimed before that and whose version does not exist; answers how many.
+
+        A key whose version exists is kept, however old its claim is: erasing the version frees it.
+        """
         ...
 
     # Workers.
