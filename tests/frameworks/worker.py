@@ -11,14 +11,18 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from modelexpress_rl import ModelExpressGeneratorClient, ModelExpressGeneratorConfig, SglangGeneratorContext
 from modelexpress_rl.cli.demo import model as demo
 from modelexpress_rl.frameworks.trl import ModelExpressWeightTransfer
+from modelexpress_rl.inference.engines.sglang import update_all_ranks
 from tests.frameworks import nemo_rl, prime_rl, slime, trl, verl
 from tests.frameworks.actors import serve
 from tests.frameworks.policy import Trained
+from tests.inference.sglang import double
 
 
 class Worker:
@@ -96,6 +100,41 @@ class Worker:
         """Disconnect."""
         assert self._trl is not None
         self._trl.end()
+
+    def start_sglang(self, model_name: str) -> None:
+        """Be one rank of an SGLang engine: a double of its loader, and a model of two ranks."""
+        double.install(pytest.MonkeyPatch())
+        self._sglang = double.Model(dist.get_rank(), dist.get_world_size())
+        self._sglang_client = ModelExpressGeneratorClient.initialize(
+            ModelExpressGeneratorConfig(
+                engine_context=SglangGeneratorContext(double.runner(self._sglang)),
+                model_name=model_name,
+                server_url=self._server_url,
+            )
+        )
+
+    def update_sglang(self, version_id: str, broken_rank: int, broken: str) -> dict[str, Any]:
+        """Update the engine; a rank that is broken can't stage it, or can't install it."""
+        process = double.DefaultModelLoader.postprocess_weights
+        if dist.get_rank() == broken_rank and broken == "stage":
+            version_id = "sglang:unknown"
+        elif dist.get_rank() == broken_rank and broken == "install":
+            double.DefaultModelLoader.postprocess_weights = None  # type: ignore[assignment]
+        error = None
+        try:
+            update_all_ranks(self._sglang_client, version_id, dist.group.WORLD)
+        except Exception as failure:  # noqa: BLE001 (it is what is asked for)
+            error = f"{type(failure).__name__}: {failure}"
+        double.DefaultModelLoader.postprocess_weights = staticmethod(process)  # type: ignore[assignment]
+        return {
+            "error": error,
+            "serving": self._sglang_client.serving_version_id,
+            "weight": self._sglang.qkv_proj.weight.detach().clone(),
+        }
+
+    def stop_sglang(self) -> None:
+        """Leave the control plane."""
+        self._sglang_client.close()
 
     def verl(self, method: str, *arguments: Any) -> Any:
         """A call of verl's actor; `join` takes the arguments of all ranks."""
