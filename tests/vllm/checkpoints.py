@@ -30,7 +30,14 @@ _SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+# One KV head, of which each of two ranks has the whole.
+_EXPERTS = {
+    "num_key_value_heads": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+}
 # As llm-compressor writes it: weights by output channel, activations by token.
 _INT8 = {
     "quant_method": "compressed-tensors",
@@ -71,7 +78,7 @@ def model(kind: str, step: int) -> torch.nn.Module:
     elif name == "qwen3":
         made = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=32))
     else:
-        made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **_EXPERTS, head_dim=32))
+        made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(shape | _EXPERTS), head_dim=32))
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:

@@ -58,9 +58,9 @@ def greedy_after(llm: Any, prompt: list[int], count: int) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-def fresh(checkpoint: Path, ranks: int = 1) -> list[list[int]]:
+def fresh(checkpoint: Path, ranks: int = 1, **options: Any) -> list[list[int]]:
     """What an engine answers that was started from this checkpoint."""
-    with engine(checkpoint, ranks=ranks) as llm:
+    with engine(checkpoint, ranks=ranks, **options) as llm:
         return greedy(llm)
 
 

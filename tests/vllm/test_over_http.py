@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import urllib.error
 from pathlib import Path
@@ -17,10 +18,9 @@ from tests.vllm.server import answers, free_port, post, serving, version_of
 
 STEPS = 5
 STEP_S = 120.0
-CASES = [
-    ("fsdp_rank", "qwen3-tied", 1),
-    ("megatron_rank", "llama", 1),
-]
+CASES = [("fsdp_rank", "qwen3-tied", 1), ("megatron_rank", "llama", 1)]
+if os.environ.get("MX_TEST_VLLM") == "all":
+    CASES += [("fsdp_rank", "qwen3", 2), ("megatron_rank", "llama-tied", 2)]
 
 
 @pytest.mark.parametrize(("trainer", "kind", "ranks"), CASES)

@@ -79,19 +79,30 @@ class ModelExpressWeightTransferEngine(
         return None if self._client is None else self._client.serving_version_id
 
     def init_transfer_engine(self, init_info: ModelExpressWeightTransferInitInfo) -> None:
-        """Register this rank with the control plane; once more, with other answers, after `shutdown`.
+        """Register with the control plane, on every rank or on none; once more after `shutdown`.
 
         Raises:
             UsageError: a value is not acceptable.
-            StateError: it is registered already.
+            StateError: it is registered already, or another rank could not be.
             Unavailable: the control plane can't be reached.
         """
         if self._client is not None:
             raise StateError("the weight transfer engine is initialized already: shut it down first")
-        context = VllmGeneratorContext(self.model, self.vllm_config)
-        self._client = ModelExpressGeneratorClient.initialize(
+        client, failure = None, None
+        try:
+            client = self._registered(init_info)
+        except Exception as error:  # noqa: BLE001 (whatever it was, the other ranks must hear of it)
+            failure = error
+        if failures := failures_of_ranks(failure):
+            if client is not None:
+                client.close()
+            raise failure or StateError(f"the weight transfer engine is not initialized: {failures}")
+        self._client = client
+
+    def _registered(self, init_info: ModelExpressWeightTransferInitInfo) -> ModelExpressGeneratorClient:
+        client = ModelExpressGeneratorClient.initialize(
             ModelExpressGeneratorConfig(
-                engine_context=context,
+                engine_context=VllmGeneratorContext(self.model, self.vllm_config),
                 model_name=init_info.model_name or envs.model_name() or self.model_config.model,
                 server_url=init_info.server_url,
                 initial_serving_version_id=init_info.initial_serving_version_id,
@@ -104,9 +115,10 @@ class ModelExpressWeightTransferEngine(
         _log.info(
             "rank %d refits model %r as worker %s",
             self.parallel_config.rank,
-            self._client.model_name,
-            self._client.worker_id,
+            client.model_name,
+            client.worker_id,
         )
+        return client
 
     def stage_ahead(self, version_id: str) -> bool:
         """Begin to stage a version in the background, and answer whether it is staged; see `StagesAhead`.
@@ -149,24 +161,22 @@ class ModelExpressWeightTransferEngine(
             staged = self._staged(client, version_id)
         except Exception as error:  # noqa: BLE001 (whatever it was, the other ranks must hear of it)
             failure = error
-        failures = failures_of_ranks(failure)
+        failures = failures_of_ranks(failure, self._holds())
         if failures:
             if staged is not None:
                 staged.release()
-            raise StateError(
-                f"version {version_id} is not installed: {failures}; {self._holding()}"
-            ) from failure
+            raise StateError(f"version {version_id} is not installed: {failures}") from failure
         assert staged is not None
         try:
             client.apply_weight(staged)
         except Exception as error:  # noqa: BLE001 (as above)
             failure = error
-        failures = failures_of_ranks(failure)
+        failures = failures_of_ranks(failure, self._holds())
         self._doubt = (
             f"version {version_id} was not installed on every rank: {failures}" if failures else None
         )
         if self._doubt is not None:
-            raise EngineUncertain(f"{self._doubt}; {self._holding()}") from failure
+            raise EngineUncertain(self._doubt) from failure
 
     def _staged(self, client: ModelExpressGeneratorClient, version_id: str) -> StagedWeightHandle:
         ahead, self._ahead = self._ahead, None
@@ -184,7 +194,7 @@ class ModelExpressWeightTransferEngine(
             EngineUncertain: the last install failed: the engine must not be said to serve the version.
         """
         if self._doubt is not None:
-            raise EngineUncertain(f"{self._doubt}; {self._holding()}")
+            raise EngineUncertain(self._doubt)
 
     def shutdown(self) -> None:
         """Leave the control plane; idempotent. The engine serves on with what it holds."""
@@ -197,9 +207,9 @@ class ModelExpressWeightTransferEngine(
             raise StateError("not initialized: call init_weight_transfer_engine first")
         return self._client
 
-    def _holding(self) -> str:
-        rank, client = self.parallel_config.rank, self._initialized()
+    def _holds(self) -> str:
+        client = self._initialized()
         if client.uncertain:
-            return f"rank {rank} holds parts of several versions until one is installed"
+            return "parts of several versions until one is installed"
         version_id = client.serving_version_id
-        return f"rank {rank} holds " + ("what it was started with" if version_id is None else f"{version_id}")
+        return "what it was started with" if version_id is None else f"version {version_id}"
