@@ -1,8 +1,13 @@
-"""In how many blocks of columns a copying trainer stores a tensor, so that readers' slices are contiguous."""
+"""In how many blocks of columns a copying trainer stores a tensor, so that readers' slices are contiguous.
+
+A trainer is told by its configuration, or where that says nothing, by its readers: with each request for
+digests they send what would suit them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Self
@@ -20,6 +25,13 @@ ROW_PARALLEL = (
 """What a number alone is about: the weights of which tensor-parallel readers take columns."""
 
 MAX_BLOCKS = 1024
+MIN_ROWS = 16  # fewer runs than this are no burden
+LONG_RUN_BYTES = 64 << 10  # nor are runs as long as this
+
+COLUMN_BLOCKS_HEADER = "mx-column-blocks"
+MAX_DECLARED_RULES = 64
+MAX_DECLARED_BLOCKS = 64
+_SENDABLE = re.compile(r"[A-Za-z0-9._*-]{1,128}")
 ACCEPTS = "a number of blocks, or name patterns with one each, such as *.o_proj.weight=4,*.down_proj.weight=8"
 
 
@@ -67,6 +79,27 @@ class ColumnBlocks:
             return cls(tuple((pattern.strip(), int(count)) for pattern, _, count in pairs))
         except ValueError:
             raise UsageError(f"column_blocks: expected {ACCEPTS}, got {text!r}") from None
+
+    @classmethod
+    def declared(cls, rules: Iterable[tuple[str, int]]) -> Self:
+        """What of these rules a reader may declare: not many, of few blocks, of names that can be sent."""
+        sendable = [
+            (pattern, count)
+            for pattern, count in rules
+            if _SENDABLE.fullmatch(pattern) and 1 < count <= MAX_DECLARED_BLOCKS
+        ]
+        return cls(tuple(sendable[:MAX_DECLARED_RULES]))
+
+    @classmethod
+    def heard(cls, text: str) -> Self:
+        """What a reader declared, as far as it makes sense."""
+        try:
+            return cls.declared(cls.parse(text).rules if "=" in text else ())
+        except UsageError:
+            return cls()
+
+    def __str__(self) -> str:
+        return ",".join(f"{pattern}={count}" for pattern, count in self.rules)
 
     def count(self, name: str) -> int:
         """The blocks of a tensor; 1 where no pattern fits."""

@@ -98,9 +98,9 @@ def trainer_back_pressure() -> str:
     return _choice("MX_TRAINER_BACK_PRESSURE", ("WAIT", "SKIP", "GROW")) or "WAIT"
 
 
-def column_blocks() -> ColumnBlocks:
+def column_blocks() -> ColumnBlocks | None:
     """MX_TRAINER_COLUMN_BLOCKS: in how many blocks of columns a copying trainer stores which tensors."""
-    return _read("MX_TRAINER_COLUMN_BLOCKS", _parsed(ColumnBlocks.parse), BLOCKS_ACCEPTS) or ColumnBlocks()
+    return _read("MX_TRAINER_COLUMN_BLOCKS", _parsed(ColumnBlocks.parse), BLOCKS_ACCEPTS)
 
 
 def weight_payload_format() -> WeightPayloadFormat:

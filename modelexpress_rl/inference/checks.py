@@ -116,7 +116,9 @@ class Checks:
         pending.verifier, pending.digests = verifier, digests
         pending.tell()
         for number, ask in enumerate(verifier.asks):
-            found = await self._fetcher.digests(self._sources.version_id, fetched, ask, grid, deadline)
+            found = await self._fetcher.digests(
+                self._sources.version_id, fetched, ask, grid, deadline, self._reads.columns
+            )
             if found is None:
                 pending.verifier, pending.made_none = None, True
             elif isinstance(found, ModelExpressError):

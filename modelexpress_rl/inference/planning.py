@@ -10,6 +10,7 @@ import anyio.to_thread
 import numpy as np
 import xxhash
 
+from modelexpress_rl.column_blocks import ColumnBlocks
 from modelexpress_rl.inference import explanations
 from modelexpress_rl.inference.adapter import (
     GeneratorEngineAdapter,
@@ -38,6 +39,7 @@ from modelexpress_rl.reshard.row_staging import MAX_SCRATCH_BYTES, Choice, choos
 from modelexpress_rl.reshard.row_staging_wire import Scratch, Wire, wire
 from modelexpress_rl.reshard.split import split
 from modelexpress_rl.reshard.verify import Verifier
+from modelexpress_rl.reshard.wanted_columns import wanted_columns
 from statemachines.ids import WorkerId
 
 CHUNK_BYTES = 32 << 20
@@ -71,7 +73,8 @@ class ReadPlan:
     """A plan, cut into reads, and the checks of what they bring.
 
     `plan` is what is read, `wanted` what it is read for, cut alike: a piece of `wanted` that is read by
-    whole rows is a part of a piece of `plan`. `cost` is what the reads are expected to take on `machine`.
+    whole rows is a part of a piece of `plan`. `cost` is what the reads are expected to take on `machine`,
+    `columns` what trainers are told that would make them cheaper.
     """
 
     wanted: Plan
@@ -81,6 +84,7 @@ class ReadPlan:
     wire: Wire
     machine: TransportCost
     cost: PlanCost
+    columns: ColumnBlocks
     _copied_in: list[tuple[Arena, dict[int, list[Beside]]]] = field(default_factory=list, repr=False)
 
     @classmethod
@@ -117,6 +121,7 @@ class ReadPlan:
             wire=made,
             machine=cost,
             cost=PlanCost.of(made, cost, reads=len(chunks)),
+            columns=wanted_columns(choice.plan, needs, merged),
         )
 
     @property

@@ -21,6 +21,7 @@ import anyio.to_thread
 from modelexpress_rl import envs
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
+from modelexpress_rl.column_blocks import COLUMN_BLOCKS_HEADER, ColumnBlocks
 from modelexpress_rl.errors import (
     AccessDenied,
     DeadlineExceeded,
@@ -61,6 +62,7 @@ T = TypeVar("T")
 CONCURRENT_FETCHES = 32
 REPLICA_GRACE_S = 1.0
 _NOWHERE = Topology()
+_NO_COLUMNS = ColumnBlocks()
 _THREAD_BYTES = 64 << 10  # below this, decoding takes less than handing it to a thread
 
 
@@ -229,14 +231,21 @@ class SourceFetcher:
         return VersionSources(version_id, tuple(used), dropped)
 
     async def digests(
-        self, version_id: VersionId, fetched: Fetched, ask: Selection, grid: DigestGrid, deadline: float
+        self,
+        version_id: VersionId,
+        fetched: Fetched,
+        ask: Selection,
+        grid: DigestGrid,
+        deadline: float,
+        columns: ColumnBlocks = _NO_COLUMNS,
     ) -> Digests | ModelExpressError | None:
         """Fetch the digests of one selection; None where the publisher made none.
 
-        A failure is returned, not raised: it says which worker, slot and version it was about.
+        The publisher is told of which tensors this reader wants `columns`. A failure is returned, not
+        raised: it says which worker, slot and version it was about.
         """
         return await self._outcome(
-            lambda: self._digests(version_id, fetched, ask, grid, deadline),
+            lambda: self._digests(version_id, fetched, ask, grid, deadline, columns),
             version_id,
             fetched.publication,
             deadline,
@@ -299,7 +308,13 @@ class SourceFetcher:
         return manifest, endpoint.topology
 
     async def _digests(
-        self, version_id: VersionId, fetched: Fetched, ask: Selection, grid: DigestGrid, deadline: float
+        self,
+        version_id: VersionId,
+        fetched: Fetched,
+        ask: Selection,
+        grid: DigestGrid,
+        deadline: float,
+        columns: ColumnBlocks,
     ) -> Digests | None:
         publication = fetched.publication
         slabs, bands, tiles, groups = ask.bitmaps()
@@ -317,12 +332,12 @@ class SourceFetcher:
             ),
         )
         try:
-            answer = await self._ask_for_digests(publication, request, deadline)
+            answer = await self._ask_for_digests(publication, request, deadline, columns)
         except (NotFound, Unimplemented):
             return None  # a publisher of 0.7, or one that was told to make none
         except InvalidArgument:  # a publisher that cuts otherwise
             request.ClearField("selection")
-            answer = await self._ask_for_digests(publication, request, deadline)
+            answer = await self._ask_for_digests(publication, request, deadline, columns)
         if hashlib.sha256(answer.digests).hexdigest() != answer.sha256:
             raise ManifestError(f"its digests have not the sha256 {answer.sha256!r} that came with them")
         table = fetched.manifest.manifest.table
@@ -336,15 +351,20 @@ class SourceFetcher:
         return await _decoded(decode, len(answer.digests))
 
     async def _ask_for_digests(
-        self, publication: Publication, request: v1.GetShardDigestsRequest, deadline: float
+        self,
+        publication: Publication,
+        request: v1.GetShardDigestsRequest,
+        deadline: float,
+        columns: ColumnBlocks,
     ) -> v1.GetShardDigestsResponse:
+        wanted: Metadata = {COLUMN_BLOCKS_HEADER: str(columns)} if columns.rules else {}
         call = self._endpoint(publication.endpoint).get_shard_digests
         # The publisher answers when it has hashed its shards, which may take longer than an RPC.
         return await _dialled_anew_once(
             lambda: call(
                 request,
                 timeout_s=max(deadline - anyio.current_time(), 0.001),
-                metadata=self._lease(VersionId(request.version_id)),
+                metadata={**(self._lease(VersionId(request.version_id)) or {}), **wanted},
             )
         )
 

@@ -73,7 +73,8 @@ class ModelExpressTrainerConfig:
     WRITE_TO_STORAGE. `topology` labels where this process runs (`MX_TOPOLOGY` where None): generators
     prefer replicas that share theirs. `column_blocks` (`MX_TRAINER_COLUMN_BLOCKS` where None) is for the
     copy modes: in how many blocks of columns row-parallel weights are stored, or which tensors by patterns
-    of their names; give the least common multiple of the readers' tensor-parallel sizes.
+    of their names: the least common multiple of the readers' tensor-parallel sizes. Where neither is given,
+    the readers say with what they ask for which it should be, and 1 keeps tensors as they are.
 
     `overlap` (`MX_TRAINER_OVERLAP`, NONE) says what of a publication goes on while training does. The copy
     modes copy into `generations` of memory (`MX_TRAINER_GENERATIONS`, 2), so that a version is captured

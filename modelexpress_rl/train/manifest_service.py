@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from grpclib import GRPCError, Status
 from modelexpress_rl._pb import modelexpress_rl_grpc, refit_grpc
 from modelexpress_rl._pb import modelexpress_rl_pb2 as v1
 from modelexpress_rl._pb import refit_pb2 as refit
+from modelexpress_rl.column_blocks import COLUMN_BLOCKS_HEADER
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.reshard import manifest_columns
 from modelexpress_rl.reshard.grid import GRID, Selection
@@ -58,10 +59,12 @@ class ManifestService:
         security: WorkerSecurity = _OPEN,
         topology: Topology = _NOWHERE,
     ) -> None:
+        self.reader_columns: Callable[[str], None] = _ignore
+        """Told what each reader declares of the columns that it wants."""
         self._host = advertised_host
         self._served: dict[tuple[str, str], ServedShard] = {}
         manifests = _Manifests(self._served, security.gate, topology)
-        services = (manifests, _Digests(self._served, security.gate))
+        services = (manifests, _Digests(self._served, security.gate, lambda text: self.reader_columns(text)))
         # A loopback address is meant for this host only; any other may stand for any interface.
         self._server = network.endpoint_server(
             services, host=_interface(advertised_host), port=port, **_demands(security)
@@ -135,9 +138,12 @@ class _Manifests(refit_grpc.RefitWorkerServiceBase):
 
 
 class _Digests(modelexpress_rl_grpc.RefitWorkerDigestServiceBase):
-    def __init__(self, served: Mapping[tuple[str, str], ServedShard], gate: Gate) -> None:
+    def __init__(
+        self, served: Mapping[tuple[str, str], ServedShard], gate: Gate, hear: Callable[[str], None]
+    ) -> None:
         self._served = served
         self._gate = gate
+        self._hear = hear
 
     async def GetShardDigests(  # noqa: N802 (the wire's name)
         self, stream: grpclib.server.Stream[v1.GetShardDigestsRequest, v1.GetShardDigestsResponse]
@@ -146,6 +152,7 @@ class _Digests(modelexpress_rl_grpc.RefitWorkerDigestServiceBase):
         assert request is not None
         await self._gate.admit(request.version_id, stream.metadata or {})
         shard = _find(self._served, request.version_id, request.source_slot_id)
+        self._hear(_header(stream.metadata or {}, COLUMN_BLOCKS_HEADER))
         if shard.digests is None:
             raise GRPCError(Status.NOT_FOUND, "the shard was published without digests")
         try:
@@ -165,9 +172,17 @@ class _Digests(modelexpress_rl_grpc.RefitWorkerDigestServiceBase):
         )
 
 
+def _ignore(_: str) -> None:
+    pass
+
+
 def _accepted(metadata: Mapping[str, object]) -> list[str]:
     """Which encodings of a manifest a caller takes beside version 1."""
-    return [name.strip() for name in str(metadata.get(ACCEPT_MANIFEST_HEADER, "")).split(",")]
+    return [name.strip() for name in _header(metadata, ACCEPT_MANIFEST_HEADER).split(",")]
+
+
+def _header(metadata: Mapping[str, object], name: str) -> str:
+    return str(metadata.get(name, ""))
 
 
 async def _digests(digests: TileDigests, request: v1.GetShardDigestsRequest) -> bytes:

@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from modelexpress_rl.column_blocks import ColumnBlocks
+from modelexpress_rl.column_blocks import LONG_RUN_BYTES, MIN_ROWS, ColumnBlocks
 from modelexpress_rl.train.adapter import SourceBox
 from modelexpress_rl.train.memory import host_bytes, torch_bytes
 
-MIN_ROWS = 16  # fewer runs than this are no burden
-LONG_RUN_BYTES = 64 << 10  # nor are runs as long as this
 COPY_ROWS_BYTES = 8 << 20
 
 

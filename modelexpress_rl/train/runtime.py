@@ -26,6 +26,7 @@ from modelexpress_rl.train.methods.full_tensor import FullTensorMethod
 from modelexpress_rl.train.methods.port import PLAINLY, How, PublishMethod, StagedShard
 from modelexpress_rl.train.publication_ports import PublicationPorts
 from modelexpress_rl.train.publications import Publications
+from modelexpress_rl.train.reader_columns import ReaderColumns
 from modelexpress_rl.train.resources import AgentFactory, TrainerResources, nixl_agent
 from modelexpress_rl.train.security import WorkerSecurity
 from modelexpress_rl.train.settings import TrainerSettings
@@ -106,13 +107,15 @@ class TrainerRuntime:
             margin_ms=MARGIN_MS,
             engine_fence_timeout_s=_ENGINE_FENCE_TIMEOUT_S,
         )
+        columns = ReaderColumns(settings.column_blocks)
+        resources.service.reader_columns = columns.hear
         publications = Publications(ports)
         registration.on_change = publications.registration_changed
         method = FullTensorMethod(
             stager=Stager(
                 resources.agent,
                 generations=GenerationPool(resources.agent, settings.limits),
-                column_blocks=settings.column_blocks,
+                columns=columns,
             ),
             publications=publications,
             background=background,

@@ -53,7 +53,7 @@ class TrainerSettings:
     host: str
     grpc_port: int
     topology: Topology
-    column_blocks: ColumnBlocks
+    column_blocks: ColumnBlocks | None
     overlap: TrainerOverlap
     limits: Limits
 

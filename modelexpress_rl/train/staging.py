@@ -34,12 +34,12 @@ from modelexpress_rl.train.fences import Fence
 from modelexpress_rl.train.generations import GenerationPool, Use
 from modelexpress_rl.train.memory import Extent, spans_of
 from modelexpress_rl.train.places import Layout, Places
+from modelexpress_rl.train.reader_columns import ReaderColumns
 from modelexpress_rl.train.streams import NO_MARKS, Marks, SideStreams
 from modelexpress_rl.transport.port import Agent, Registration
 
 _log = logging.getLogger(__name__)
 
-_NO_BLOCKS = ColumnBlocks()
 COPY_MODES = frozenset({TrainerStagingMode.COPY_TO_DEVICE, TrainerStagingMode.COPY_TO_HOST})
 Spawn = Callable[[Callable[[], Awaitable[None]]], None]
 
@@ -77,11 +77,11 @@ class Stager:
         *,
         generations: GenerationPool | None = None,
         with_digests: bool = True,
-        column_blocks: ColumnBlocks = _NO_BLOCKS,
+        columns: ReaderColumns | None = None,
     ) -> None:
         self._agent = agent
-        self._column_blocks = column_blocks
-        self._places: dict[bool, Places] = {}
+        self._columns = columns or ReaderColumns()
+        self._places: dict[bool, tuple[ColumnBlocks, Places]] = {}
         self._with_digests = with_digests
         self.generations = generations or GenerationPool(agent)
         self.streams = SideStreams()
@@ -181,10 +181,11 @@ class Stager:
         return _Loan(made, layout)
 
     def _places_of(self, source: Layout, *, to_host: bool) -> Places:
+        blocks = self._columns.blocks
         known = self._places.get(to_host)
-        if known is None or known.source is not source:
-            known = self._places[to_host] = Places.of(source, self._column_blocks, to_host=to_host)
-        return known
+        if known is None or known[0] is not blocks or known[1].source is not source:
+            known = self._places[to_host] = blocks, Places.of(source, blocks, to_host=to_host)
+        return known[1]
 
     async def _register(self, extents: tuple[Extent, ...]) -> Registration:
         """Register few large spans, or where the transport refuses those, the extents one by one."""

@@ -18,6 +18,7 @@ from modelexpress_rl.timing import RefitRecord, RefitTimings
 from modelexpress_rl.train.adapter import SourceBox, StagedWeightVersionShardData
 from modelexpress_rl.train.engines.plain import PlainAdapter, PlainBox, PlainTrainerContext
 from modelexpress_rl.train.packing import packed
+from modelexpress_rl.train.reader_columns import ReaderColumns
 from modelexpress_rl.train.staging import Stager
 from modelexpress_rl.transport.inprocess import Hub
 
@@ -99,7 +100,7 @@ async def test_a_copy_has_the_bytes_and_a_slice_is_one_run(dtype: Any) -> None:
         PlainBox("bias", bias),
         PlainBox("experts.down_proj.weight", experts),
     )
-    stager = Stager(Hub().agent("trainer"), column_blocks=ColumnBlocks.of(4))
+    stager = Stager(Hub().agent("trainer"), columns=ReaderColumns(ColumnBlocks.of(4)))
     record = RefitTimings("trainer").begin("v1")
     staged = await copied(stager, boxes, "v1", record)
     down[...], experts[...] = 0, 0  # what is published is the copy
@@ -130,7 +131,7 @@ async def test_a_copy_has_the_bytes_and_a_slice_is_one_run(dtype: Any) -> None:
 
 async def test_the_same_tensors_are_laid_out_once() -> None:
     boxes = boxes_of(PlainBox(DOWN, noise(64, 128)), PlainBox(UP, noise(64, 128)))
-    stager = Stager(Hub().agent("trainer"), column_blocks=ColumnBlocks.of(4))
+    stager = Stager(Hub().agent("trainer"), columns=ReaderColumns(ColumnBlocks.of(4)))
     record = RefitTimings("trainer").begin("v1")
     first = await copied(stager, boxes, "v1", record)
     first.buffer_owner.release()
