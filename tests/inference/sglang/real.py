@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from modelexpress_rl import SglangGeneratorContext
+from modelexpress_rl.inference.engines.sglang.update import group_of_sglang
 from tests.inference.capture.support import published, staged
 
 SIZES = {
@@ -120,6 +121,7 @@ def main(folder: Path, rank: int, ranks: int) -> None:
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1")
     warnings.simplefilter("ignore")
     start(folder, rank, ranks)
+    assert torch.distributed.get_world_size(group_of_sglang()) == ranks
     found = {
         f"{name}{', whole' if whole else ''}": refit(*model, whole)
         for name, model in MODELS.items()

@@ -20,7 +20,7 @@ def update_all_ranks(client: ModelExpressGeneratorClient, version_id: str, group
         StateError: a rank could not stage it: no rank installs it.
         EngineUncertain: a rank could not install it: ranks may hold different versions, or parts of some.
     """
-    group = _group_of_sglang() if group is None else group
+    group = group_of_sglang() if group is None else group
     staged, failure = None, None
     try:
         staged = client.stage_weight(version_id)
@@ -41,8 +41,9 @@ def update_all_ranks(client: ModelExpressGeneratorClient, version_id: str, group
         raise EngineUncertain(f"version {version_id} was not installed on every rank: {said}") from failure
 
 
-def _group_of_sglang() -> Any:
-    from sglang.srt.distributed import get_world_group
+def group_of_sglang() -> Any:
+    """The process group of all ranks of this SGLang engine, for what is exchanged on CPUs."""
+    from sglang.srt.distributed.parallel_state import get_world_group
 
     return get_world_group().cpu_group
 
