@@ -47,7 +47,7 @@ from statemachines.ids import VersionId
 from statemachines.kernel import Refused
 from tests.statemachines.examples_of_fleet import COMMITTED, FLEET, NEW, OLD, RECORDS, RESTING, A, B
 
-WALKS = int(os.environ.get("WALKS", "150"))
+WALKS = int(os.environ.get("WALKS", "80"))
 SPAN = st.integers(1, 5)
 
 
