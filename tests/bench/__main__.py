@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tests.bench.result import Result
 
-NAMES = ("refit", "control", "transfer", "plan", "overlap")
+NAMES = ("refit", "control", "transfer", "plan", "overlap", "vllm")
 
 
 def main() -> None:
