@@ -38,17 +38,26 @@ class ObjectStorageSource:
 class ObjectStorageConfig:
     """Where a trainer writes its versions: objects under `uri_prefix`.
 
+    `initial_base_version_id` names the version that the files in `seed_checkpoint_path` hold: what the first
+    delta is made against.
+
     Raises:
         UsageError: a value is not acceptable; the message names it.
     """
 
     storage_type: ObjectStorageType
     uri_prefix: str
+    initial_base_version_id: str | None = None
+    seed_checkpoint_path: str | Path | None = None
     endpoint_url: str | None = None
     region_name: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "storage_type", _s3("storage_type", self.storage_type))
+        for name in ("initial_base_version_id", "seed_checkpoint_path"):
+            value = getattr(self, name)
+            if value is not None and not str(value).strip():
+                raise UsageError(f"{name} must not be blank")
         # A prefix may be a bare bucket; an index in it makes the URI that is checked.
         check_uri("uri_prefix", f"{self.uri_prefix}".removesuffix("/") + "/model.safetensors.index.json")
 

@@ -21,6 +21,7 @@ NAMES = [
     "ModelExpressTrainerConfig",
     "FSDPTrainerContext",
     "MegatronTrainerContext",
+    "ObjectStorageConfig",
     "ObjectStorageGeneratorConfig",
     "ObjectStorageSource",
     "SglangGeneratorContext",

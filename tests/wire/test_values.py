@@ -219,6 +219,14 @@ def test_object_storage_is_checked() -> None:
             ObjectStorageConfig(ObjectStorageType.S3, uri)
     with pytest.raises(UsageError, match="only S3"):
         ObjectStorageConfig(ObjectStorageType.GCS, "s3://b/k")
+    whole = ObjectStorageConfig(ObjectStorageType.S3, "s3://b/k", "v0", "/seed", "http://minio", "eu")
+    assert (whole.initial_base_version_id, whole.endpoint_url, whole.region_name) == (
+        "v0",
+        "http://minio",
+        "eu",
+    )
+    with pytest.raises(UsageError, match="seed_checkpoint_path must not be blank"):
+        ObjectStorageConfig(ObjectStorageType.S3, "s3://b/k", "v0", " ")
     with pytest.raises(UsageError, match="refit_checkpoint_dir"):
         ObjectStorageGeneratorConfig(ObjectStorageType.S3, "v0", "/seed", "")
     with pytest.raises(UsageError, match="max_size"):
