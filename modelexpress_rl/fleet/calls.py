@@ -1,7 +1,7 @@
 """Calls to generators: one at a time to each, a newer one in place of an older one, errors as answers.
 
-A call that is cancelled gives no answer: the machine has moved on. How long a call may last is the
-machine's business, which has a deadline for each phase.
+A call that is cancelled gives no answer; one that comes all the same changes nothing, for the machine has
+moved on. How long a call may last is the machine's business, which has a deadline for each phase.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Calls:
                 answer = await self._answer(effect, generator, policy)
         finally:
             turn.ended.set()
-        if answer is not None and not turn.scope.cancel_called:
+        if answer is not None:
             self._on_answer(answer)
 
     async def _answer(self, effect: Effect, generator: FleetGenerator, policy: FleetPolicy) -> Answer:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from contextvars import Context
 
+import anyio
+
 from modelexpress_rl.errors import EngineUncertain, StateError, Unavailable, VersionGone
 from modelexpress_rl.fleet import Holding
 
@@ -13,8 +15,8 @@ from modelexpress_rl.fleet import Holding
 class FakeGenerator:
     """A `FleetGenerator` by the book; `before` is awaited first in every call, and may fail or last long.
 
-    What it serves is `serves`: None while it doesn't. A dead one answers nothing. Late effects (a call that
-    goes on after it was cancelled) are the business of `before`.
+    What it serves is `serves`: None while it doesn't. A dead one answers nothing. A `stubborn` one doesn't
+    heed a cancellation before its call is through, as one that installs in a thread.
     """
 
     def __init__(self, version: str | None = "v0") -> None:
@@ -28,6 +30,8 @@ class FakeGenerator:
         self.before: Callable[[str, str], None] = lambda call, version: None
         self.takes_s: Callable[[str], float] = lambda call: 0.01
         self.fails_half_way = 0
+        self.stubborn = False
+        self.under_way = 0
         self._keep: asyncio.TimerHandle | None = None
         self._hold: asyncio.TimerHandle | None = None
 
@@ -93,7 +97,13 @@ class FakeGenerator:
         self.calls.append(f"{call} {version_id}".strip())
         self._up()
         self.before(call, version_id)
-        await asyncio.sleep(self.takes_s(call))
+        self.under_way += 1
+        assert self.under_way == 1, f"{call} while another call is under way: {self.calls}"
+        try:
+            with anyio.CancelScope(shield=self.stubborn):
+                await asyncio.sleep(self.takes_s(call))
+        finally:
+            self.under_way -= 1
         self._up()
 
     def _up(self) -> None:

@@ -58,6 +58,7 @@ class Trouble:
             return self.rng.choice([0.001, 0.02, 0.5, 3.0])
 
         generator.before, generator.takes_s = before, takes_s
+        generator.stubborn = self.hangs == 0 and self.rng.random() < 0.5
 
 
 troubles = st.builds(
@@ -197,6 +198,8 @@ def test_an_orchestrator_that_is_killed_leaves_nobody_waiting(
         process.spawn(orchestrate(clock, generators, watch), "orchestrator")
         await asyncio.sleep(10.0 + killed_after_s)
         process.kill()
+        for generator in generators.values():
+            generator.under_way = 0  # what a dead orchestrator asked is over
         last = "v0" if watch.fleet is None else watch.fleet.current_version_id
         watch.together = False  # nobody is there to keep them together
         await asyncio.sleep(policy.keep_s + policy.hold_s)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -270,6 +272,30 @@ def test_an_install_whose_answer_is_lost_counts_by_what_is_held() -> None:
     told(story)
 
 
+def test_a_call_that_can_not_be_cancelled_is_waited_for() -> None:
+    async def story(fleet: Fleet, generators: Generators, clock: SimClock) -> None:
+        slow = generators["g1"]
+        slow.stubborn = True
+        slow.takes_s = lambda call: POLICY.commit_timeout_s + 3 if call == "install" else 0.01
+        with pytest.raises(FleetAborted, match="g1 was not done in time"):
+            await fleet.update("v1")
+        assert slow.calls == ["stage v1", "install v1", "holds", "abort v1", "holds"]
+        assert serving(generators) == ["v0"] * 3
+        assert len(fleet.members) == 3
+
+    told(story)
+
+
+def test_nobody_goes_on_asking_who_is_out() -> None:
+    async def story(fleet: Fleet, generators: Generators, clock: SimClock) -> None:
+        generators["g0"].takes_s = hangs("stage", "abort")
+        assert (await fleet.update("v1")).members == ("g1", "g2")
+        await clock.sleep(0.1)
+        assert generators["g0"].under_way == 0
+
+    told(story, MAJORITY)
+
+
 def test_whoever_leaves_an_update_aborts_it() -> None:
     async def story(fleet: Fleet, generators: Generators, clock: SimClock) -> None:
         async with fleet.updating("v1") as update:
@@ -452,3 +478,12 @@ def test_what_can_not_be_is_refused() -> None:
     told(story)
     with pytest.raises(StateError, match="the fleet is not open"):
         Fleet().expel("g", "x")
+
+
+def test_an_orchestrator_loads_neither_torch_nor_a_transport() -> None:
+    program = (
+        "import sys, modelexpress_rl.fleet\n"
+        "heavy = {'torch', 'nixl', 'numpy', 'grpc', 'grpclib', 'vllm'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
