@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from modelexpress_rl.blocking import Portal
-from modelexpress_rl.errors import EngineUncertain, StateError, UsageError
+from modelexpress_rl.errors import EngineUncertain, IncompleteVersionError, StateError, UsageError
 from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
 from modelexpress_rl.inference.async_client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
@@ -26,14 +26,17 @@ from modelexpress_rl.version import WeightVersionRef
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]]
 REUSE_TIMEOUT_S = 300.0
+COUNT = "modelexpress_rl.tensors_in_the_stream_of:"
+"""Begins the name of a tensor that says how many a publisher's stream had, its own and the others'."""
 
 
 class StreamPublisher:
     """Publishes what a stream yields, from copies in host memory: one, as big as what is kept.
 
-    `keeps(index, name)` says which tensors of the stream this rank publishes; all of them by default. Every
-    stream must yield the same names, shapes and dtypes in the same order, as the first did. Blocking; the
-    methods may be called from any thread, one at a time.
+    `keeps(index, name)` says which tensors of the stream this rank publishes; all of them by default. With
+    `counts` it also publishes how many there were, so that a `StreamReceiver` notices where the ranks of a
+    trainer were handed different streams. Every stream must yield the same names, shapes and dtypes in the
+    same order, as the first did. Blocking; the methods may be called from any thread, one at a time.
     """
 
     def __init__(
@@ -43,10 +46,12 @@ class StreamPublisher:
         *,
         server_url: str | None = None,
         keeps: Callable[[int, str], bool] = lambda _index, _name: True,
+        counts: bool = False,
         reuse_timeout_s: float = REUSE_TIMEOUT_S,
     ) -> None:
         self.slot_id = slot_id
         self._keeps = keeps
+        self._counts = counts
         self._reuse_timeout_s = reuse_timeout_s
         self._held: dict[str, torch.Tensor] = {}
         self._bound = self._copied = False
@@ -101,6 +106,9 @@ class StreamPublisher:
             self._buffer(name, tensor).copy_(tensor.detach())
 
         yield take
+        if self._counts:
+            seen.add(COUNT + self.slot_id)
+            self._buffer(COUNT + self.slot_id, torch.tensor(index + 1)).fill_(index + 1)
         missing = [name for name in self._held if name not in seen]
         if missing:
             raise UsageError(f"tensor {missing[0]!r}: came before, and is missing ({len(missing)} are)")
@@ -153,46 +161,56 @@ class StreamPublisher:
         self._client.close()
 
 
-class _WholeTensors:
-    """The loader of an engine that takes every published tensor whole, as it is staged."""
+class _Elsewhere:
+    """The context and the adapter of an engine that is elsewhere: whoever takes the stream loads it."""
 
-    def __init__(self, published: Mapping[str, PublishedTensor]) -> None:
+    def __init__(self) -> None:
+        self.staged: Sequence[StagedTensor] = ()
+
+    def create_adapter(self) -> _Elsewhere:
+        return self
+
+    def loader(self, published: Mapping[str, PublishedTensor]) -> _WholeTensors:
+        return _WholeTensors(self, published)
+
+
+class _WholeTensors:
+    """A loader that takes every published tensor whole, as it is staged."""
+
+    def __init__(self, engine: _Elsewhere, published: Mapping[str, PublishedTensor]) -> None:
         self.needs = tuple(
             Need(name, tensor.dtype, (0,) * len(tensor.shape), tensor.shape)
             for name, tensor in published.items()
         )
-        self.staged: Sequence[StagedTensor] = ()
+        self._engine = engine
 
     def check(self, staged: Sequence[StagedTensor]) -> None:
         if [each.need for each in staged] != list(self.needs):
             raise StateError("the staged tensors are not those that this loader asked for")
+        counts = {each.need.name: int(as_tensor(each)) for each in staged if _is_count(each)}
+        for name, count in counts.items():
+            if count != len(staged) - len(counts):
+                raise IncompleteVersionError(
+                    f"{len(staged) - len(counts)} tensors are published, but the stream of "
+                    f"{name.removeprefix(COUNT)!r} had {count}: the trainer's ranks were handed others"
+                )
 
     def install(self, staged: Sequence[StagedTensor]) -> None:
-        self.staged = staged
+        self._engine.staged = [each for each in staged if not _is_count(each)]
 
 
-class _WholeTensorsContext:
-    """An engine that is elsewhere: whoever takes the stream loads it."""
-
-    def __init__(self) -> None:
-        self.loaded = _WholeTensors({})
-
-    def create_adapter(self) -> _WholeTensorsContext:
-        return self
-
-    def loader(self, published: Mapping[str, PublishedTensor]) -> _WholeTensors:
-        self.loaded = _WholeTensors(published)
-        return self.loaded
+def _is_count(staged: StagedTensor) -> bool:
+    return staged.need.name.startswith(COUNT)
 
 
 class StreamReceiver:
     """Receives versions as streams of whole tensors in host memory, verified before the first comes."""
 
     def __init__(self, model_name: str | None, *, server_url: str | None = None) -> None:
-        self._context = _WholeTensorsContext()
+        self._engine = _Elsewhere()
         self._portal = Portal("tensor stream")
         config = ModelExpressGeneratorConfig(
-            engine_context=self._context, model_name=model_name, server_url=server_url
+            engine_context=self._engine, model_name=model_name, server_url=server_url
         )
         try:
             self._client = self._portal.call(AsyncModelExpressGeneratorClient.initialize, config)
@@ -208,21 +226,25 @@ class StreamReceiver:
 
         Raises:
             StateError: it was the last one to be received, to its end.
+            IncompleteVersionError: the ranks of the trainer were handed different streams.
             RpcError, PeerError, TryAgainError: as `stage_weight`; nothing has come then.
         """
         staged = self._portal.call(self._client.stage_weight, version_id)
-        job = self._portal.call(self._client.begin_install, staged)
+        try:
+            job = self._portal.call(self._client.begin_install, staged)
+        except BaseException:
+            self._portal.call(staged.release)
+            raise
         if job is None:
             raise StateError(f"version {version_id}: was received already")
         failure: Exception | None = StateError(f"the stream of version {version_id} was left early")
-        loaded = self._context.loaded
         try:
             job.write()
-            for each in loaded.staged:
+            for each in self._engine.staged:
                 yield each.need.name, as_tensor(each)
             failure = None
         finally:
-            loaded.staged = ()
+            self._engine.staged = ()
             with suppress(EngineUncertain):  # that is what `failure` says
                 self._portal.call(self._client.end_install, staged, failure)
 

@@ -97,6 +97,7 @@ class ModelExpressCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 slots[rank],
                 server_url=self._server_url,
                 keeps=lambda index, _name: index % count == rank,
+                counts=True,
             )
         self._slots = list(slots)
 

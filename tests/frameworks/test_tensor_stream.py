@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modelexpress_rl import ModelExpressControlClient, WeightPayloadFormat
-from modelexpress_rl.errors import StateError, UsageError
+from modelexpress_rl.errors import IncompleteVersionError, StateError, UsageError
 from modelexpress_rl.frameworks.tensor_stream import StreamPublisher, StreamReceiver
 from tests.frameworks.conftest import Framework
 
@@ -32,6 +32,7 @@ class Stream:
     """A publisher, a receiver, and who creates versions."""
 
     def __init__(self, server_url: str) -> None:
+        self.control_url = server_url
         self.publisher = StreamPublisher(MODEL, SLOT, server_url=server_url, reuse_timeout_s=30.0)
         self.receiver = StreamReceiver(MODEL, server_url=server_url)
         self.control = ModelExpressControlClient.connect(server_url)
@@ -44,6 +45,12 @@ class Stream:
 
     def received(self, version_id: str) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.receiver.receive(version_id)}
+
+    def publish(self, name: str, published: dict[str, torch.Tensor]) -> str:
+        version = self.create(name)
+        self.publisher.copy(published.items())
+        self.publisher.publish(version)
+        return version
 
 
 @pytest.fixture
@@ -113,3 +120,78 @@ def test_another_stream_than_before_is_refused_by_name(stream: Stream) -> None:
     assert_same(stream.received(version), tensors(3))
     stream.control.delete_weight_version(version)
     publisher.release()
+
+
+def test_a_structure_that_comes_back_is_received_as_itself(stream: Stream) -> None:
+    other = StreamPublisher(MODEL, "stream:other", server_url=stream.control_url)
+    try:
+        for step in (1, 2):
+            assert_same(stream.received(stream.publish(f"own-{step}", tensors(step))), tensors(step))
+            stream.control.delete_weight_version(f"stream:own-{step}")
+            version = f"stream:other-{step}"
+            stream.control.create_weight_version(
+                MODEL, version, WeightPayloadFormat.FULL_TENSOR, ["stream:other"], uid=version
+            )
+            other.copy([("alone", torch.full((2,), float(step)))])
+            other.publish(version)
+            assert_same(stream.received(version), {"alone": torch.full((2,), float(step))})
+            stream.control.delete_weight_version(version)
+    finally:
+        other.close()
+
+
+def test_ranks_that_share_a_stream_make_it_whole(framework: Framework) -> None:
+    slots = ["counting:0", "counting:1"]
+    with contextlib.ExitStack() as stack:
+        control = stack.enter_context(ModelExpressControlClient.connect(framework.server_url))
+        receiver = StreamReceiver(MODEL, server_url=framework.server_url)
+        stack.callback(receiver.close)
+        publishers = []
+        for rank, slot in enumerate(slots):
+
+            def keeps(index: int, _name: str, rank: int = rank) -> bool:
+                return index % 2 == rank
+
+            made = StreamPublisher(MODEL, slot, server_url=framework.server_url, keeps=keeps, counts=True)
+            stack.callback(made.close)
+            publishers.append(made)
+
+        def published(name: str, *streams: dict[str, torch.Tensor]) -> str:
+            version = f"counting:{name}"
+            control.create_weight_version(MODEL, version, WeightPayloadFormat.FULL_TENSOR, slots, uid=version)
+            for publisher, named in zip(publishers, streams, strict=True):
+                publisher.copy(named.items())
+                publisher.publish(version)
+            return version
+
+        whole = published("whole", tensors(1), tensors(1))
+        assert_same({name: tensor.clone() for name, tensor in receiver.receive(whole)}, tensors(1))
+        control.delete_weight_version(whole)
+
+
+def test_a_rank_that_was_handed_nothing_is_noticed(framework: Framework) -> None:
+    slots = ["nothing:0", "nothing:1"]
+    with contextlib.ExitStack() as stack:
+        control = stack.enter_context(ModelExpressControlClient.connect(framework.server_url))
+        receiver = StreamReceiver(MODEL, server_url=framework.server_url)
+        stack.callback(receiver.close)
+        version = "nothing:1"
+        control.create_weight_version(MODEL, version, WeightPayloadFormat.FULL_TENSOR, slots, uid=version)
+        for rank, (slot, named) in enumerate(zip(slots, (tensors(1), {}), strict=True)):
+            publisher = StreamPublisher(
+                MODEL,
+                slot,
+                server_url=framework.server_url,
+                keeps=lambda index, _name, rank=rank: index % 2 == rank,  # type: ignore[misc]
+                counts=True,
+            )
+            stack.callback(publisher.close)
+            publisher.copy(named.items())
+            publisher.publish(version)
+        for _ in range(2):
+            with pytest.raises(
+                IncompleteVersionError,
+                match=r"2 tensors are published, but the stream of 'nothing:[01]' had [04]: the trainer's",
+            ):
+                next(receiver.receive(version))
+        control.delete_weight_version(version)
