@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,12 +33,29 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class MadeBlock:
+    """Bytes that are made while they are captured, such as a cast: straight into the memory that is read.
+
+    `write` gets memory of `size_bytes` to write all of: an array on the host, or a flat torch tensor of bytes
+    on a GPU. It runs in a thread, and for `device_kind` "cuda" on a stream of that device. Blocks of equal
+    `key` and size are the same bytes, made of the same memory.
+    """
+
+    key: Hashable
+    size_bytes: int
+    write: Callable[[Any], None] = field(compare=False, repr=False)
+    device_kind: str = "cpu"
+    device_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SourceBox:
     """A box of one Hugging Face tensor as it lies in this process's memory, contiguous and row-major.
 
     `dtype` is spelled as torch does ("torch.bfloat16"); `offset` and `shape` are in elements of the
     tensor of `full_shape`. The box's `size_bytes` bytes begin at `addr` on the device; `owner` keeps
-    that memory alive, and is a torch tensor where the memory is not the CPU's.
+    that memory alive, and is a torch tensor where the memory is not the CPU's. A box of a `block` has no
+    memory yet: its `addr` counts from the block's beginning.
     """
 
     name: str
@@ -51,6 +68,7 @@ class SourceBox:
     device_kind: str = "cpu"
     device_index: int = 0
     owner: Any = field(default=None, compare=False, repr=False)
+    block: MadeBlock | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +138,11 @@ class ShardStaging(Protocol):
     @property
     def mode(self) -> TrainerStagingMode:
         """IN_PLACE or one of the copy modes."""
+        ...
+
+    @property
+    def makes_blocks(self) -> bool:
+        """Whether `stage` takes boxes of a `MadeBlock`: in the copy modes, without blocks of columns."""
         ...
 
     async def reserve(self) -> None:

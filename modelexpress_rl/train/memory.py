@@ -42,7 +42,7 @@ def extents_of(boxes: Iterable[SourceBox]) -> tuple[Extent, ...]:
 
     Several names of the same memory, and the pieces of one fused tensor, so become one extent.
     """
-    held = [box for box in boxes if box.size_bytes]
+    held = [box for box in boxes if box.size_bytes and box.block is None]
     held.sort(key=lambda box: (box.device_kind, box.device_index, box.addr, box.size_bytes))
     extents: list[Extent] = []
     for box in held:

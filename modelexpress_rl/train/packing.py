@@ -118,6 +118,8 @@ def packed(boxes: Sequence[SourceBox], blocks: ColumnBlocks) -> dict[int, Packed
 
 def _cuts(box: SourceBox, count: int) -> tuple[int, ...]:
     whole = (0, box.shape[-1]) if box.shape else ()
+    if box.block is not None:
+        return whole
     if count < 2 or len(box.shape) < 2 or not box.size_bytes or box.full_shape[-1] % count:
         return whole
     elsize = box.size_bytes // prod(box.shape)

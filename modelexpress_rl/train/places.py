@@ -12,7 +12,7 @@ from modelexpress_rl.column_blocks import ColumnBlocks
 from modelexpress_rl.errors import UsageError
 from modelexpress_rl.reshard.geometry import Bytes, Shard, ShardTable
 from modelexpress_rl.reshard.hashing import Memory
-from modelexpress_rl.train.adapter import SourceBox
+from modelexpress_rl.train.adapter import MadeBlock, SourceBox
 from modelexpress_rl.train.arena import HOST, ArenaLayout, Device
 from modelexpress_rl.train.digest_job import DigestSource
 from modelexpress_rl.train.generations import Use, Writing
@@ -69,9 +69,9 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where everything goes in a generation: extents as they lie, and boxes packed in blocks of columns.
+    """Where everything goes in a generation: extents as they lie, boxes in blocks of columns, made blocks.
 
-    `of_extents` and `of_packed` say on which device, and how many bytes from the start of its memory.
+    `of_extents`, `of_packed` and `of_made` say on which device, and how far from the start of its memory.
     """
 
     source: Layout
@@ -79,6 +79,7 @@ class Places:
     packed: dict[int, PackedBox]
     of_extents: tuple[tuple[Device, int], ...]
     of_packed: dict[int, tuple[Device, int]]
+    of_made: dict[MadeBlock, tuple[Device, int]]
     sizes: dict[Device, int]
 
     @classmethod
@@ -89,6 +90,8 @@ class Places:
         extents = _in_order(extents_of(rest) if in_blocks else source.extents, rest)
         things = [(_device_of(one, to_host), one.size_bytes) for one in extents]
         things += [(_device_of(one.box, to_host), one.box.size_bytes) for one in in_blocks.values()]
+        made = tuple(dict.fromkeys(row.block for row in source.rows if row.block is not None))
+        things += [(_device_of(one, to_host), one.size_bytes) for one in made]
         offsets: dict[Device, Iterator[int]] = {}
         sizes: dict[Device, int] = {}
         for device in dict.fromkeys(device for device, _ in things) or [HOST]:
@@ -100,7 +103,8 @@ class Places:
             extents,
             in_blocks,
             tuple(places[: len(extents)]),
-            dict(zip(in_blocks, places[len(extents) :], strict=True)),
+            dict(zip(in_blocks, places[len(extents) :], strict=False)),
+            dict(zip(made, places[len(extents) + len(in_blocks) :], strict=True)),
             sizes,
         )
 
@@ -129,7 +133,10 @@ class Places:
                 inside = self.packed[number].at(use.addr(device) + at, use.owner(device))
                 moved += [replace(one, device_kind=device[0], device_index=device[1]) for one in inside]
                 continue
-            if box.size_bytes:
+            if box.block is not None:
+                device, begin = self.of_made[box.block]
+                at = begin + box.addr
+            elif box.size_bytes:
                 start, (device, begin) = found[_last_at_most(starts, _key(box))]
                 at = begin + box.addr - start[2]
             moved.append(
@@ -139,6 +146,7 @@ class Places:
                     device_kind=device[0],
                     device_index=device[1],
                     owner=use.owner(device),
+                    block=None,
                 )
             )
         return tuple(moved)
@@ -161,10 +169,16 @@ class Places:
                 host += jobs
             else:
                 on_streams.setdefault(one.box.device_index, []).extend(jobs)
+        for block, (device, at) in self.of_made.items():
+            job = partial(block.write, writing.part(device, at, block.size_bytes))
+            if block.device_kind == "cpu":
+                host.append(job)
+            else:
+                on_streams.setdefault(block.device_index, []).append(job)
         return Copies(tuple(host), on_streams, self.size_bytes)
 
 
-def _device_of(thing: Extent | SourceBox, to_host: bool) -> Device:
+def _device_of(thing: Extent | SourceBox | MadeBlock, to_host: bool) -> Device:
     return HOST if to_host else (thing.device_kind, thing.device_index)
 
 
@@ -214,7 +228,7 @@ def _in_order(extents: tuple[Extent, ...], rows: Sequence[SourceBox]) -> tuple[E
     starts = [(extent.device_kind, extent.device_index, extent.addr) for extent in extents]
     first: dict[int, int] = {}
     for number, box in enumerate(rows):
-        if box.size_bytes:
+        if box.size_bytes and box.block is None:
             first.setdefault(_last_at_most(starts, _key(box)), number)
     return tuple(extents[at] for at in first)
 

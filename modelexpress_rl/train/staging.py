@@ -90,6 +90,11 @@ class Stager:
         self._in_arena: dict[int, tuple[int, Places, Layout]] = {}
         self._manifests: dict[int, tuple[ShardTable, bytes, WeightVersionShardManifest]] = {}
 
+    @property
+    def packs_columns(self) -> bool:
+        """Whether some tensors are stored in blocks of columns."""
+        return bool(self._columns.blocks.rules)
+
     def layout(self, boxes: Sequence[SourceBox]) -> Layout:
         """The layout of these boxes; the one of the last version where they are the same.
 
@@ -261,6 +266,11 @@ class OneStaging:
     def mode(self) -> TrainerStagingMode:
         """The staging mode."""
         return self._mode
+
+    @property
+    def makes_blocks(self) -> bool:
+        """See `ShardStaging`."""
+        return self._mode in COPY_MODES and not self._stager.packs_columns
 
     async def reserve(self) -> None:
         """See `ShardStaging`."""

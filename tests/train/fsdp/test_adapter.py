@@ -13,9 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import modelexpress_rl
+from modelexpress_rl.column_blocks import ColumnBlocks
 from modelexpress_rl.errors import StateError, UsageError
+from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.train.config import TrainerStagingMode
 from modelexpress_rl.train.engines.fsdp import FSDPTrainerContext
+from modelexpress_rl.train.reader_columns import ReaderColumns
 from modelexpress_rl.train.staging import Stager
 from modelexpress_rl.transport.inprocess import Hub
 from tests.train.fsdp.support import (
@@ -207,11 +210,13 @@ class TestWireDtypes:
     async def test_a_tied_tensor_is_cast_once(self, stager: Stager) -> None:
         tensor = numbered(4, 3)
         context = FSDPTrainerContext(tensors={"embed": tensor, "head": tensor, "other": numbered(2)})
-        data = await staged(context.create_adapter(), stager)
+        adapter = context.create_adapter()
+        data = await staged(adapter, stager)
         expected = {"embed": tensor, "head": tensor, "other": numbered(2)}
         wanted = {name: one.bfloat16() for name, one in expected.items()}
         assert differing(assemble([parts_of_manifest(data)]), wanted) == []
-        assert [key.native for key in context.kept.spare[0].keys] == ["embed", "other"]
+        assert [key.native for key in adapter._now().cast_keys] == ["embed", "other"]
+        assert len(set(manifests.decode(data.manifest.data).table.addr.tolist())) == 2
 
     async def test_a_conversions_cast_wins_over_the_default(self, stager: Stager) -> None:
         context = FSDPTrainerContext(
@@ -322,11 +327,32 @@ class TestMemory:
         first = adapter._take_buffers(adapter._now().cast_keys)
         second = adapter._take_buffers(adapter._now().cast_keys)
         assert first is not second
-        data = await staged(adapter, stager)
+        packs = Stager(Hub().agent("a"), with_digests=False, columns=ReaderColumns(ColumnBlocks.of(2)))
+        data = await staged(adapter, packs)
         [kept] = context.kept.spare
         data.buffer_owner.release()
-        await staged(adapter, stager, version="v2")
+        await staged(adapter, packs, version="v2")
         assert list(context.kept.spare) == [kept]
+        await packs.aclose()
+
+    @pytest.mark.parametrize("mode", [COPY, DEVICE])
+    async def test_casts_go_straight_into_the_memory_that_is_read_unless_columns_are_packed(
+        self, mode: TrainerStagingMode
+    ) -> None:
+        weight = numbered(32, 64)
+        for rules, keeps_buffers in (({}, False), ({"w": 2}, True)):
+            context = FSDPTrainerContext(tensors={"w": weight, "same": numbered(3).bfloat16()})
+            columns = ReaderColumns(ColumnBlocks.of(rules))
+            stager = Stager(Hub().agent("a"), with_digests=False, columns=columns)
+            adapter = context.create_adapter()
+            for step in range(2):
+                weight.add_(step)
+                data = await staged(adapter, stager, mode, f"v{step}")
+                expected = {"w": weight.bfloat16(), "same": numbered(3).bfloat16()}
+                assert differing(assemble([parts_of_manifest(data)]), expected) == []
+                data.buffer_owner.release()
+            assert bool(context.kept.spare) is keeps_buffers
+            await stager.aclose()
 
 
 class TestNothing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,12 +18,13 @@ from modelexpress_rl.train.adapter import (
     BoxAdapter,
     BoxContent,
     Fence,
+    MadeBlock,
     ShardStaging,
     SourceBox,
     StagedWeightVersionShardData,
 )
 from modelexpress_rl.train.config import TrainerStagingMode
-from modelexpress_rl.train.engines.fsdp.casting import CastBuffers, CastKey, WireDtypes
+from modelexpress_rl.train.engines.fsdp.casting import CastBuffers, CastKey, WireDtypes, cast_into
 from modelexpress_rl.train.engines.fsdp.context import FSDPTrainerContext
 from modelexpress_rl.train.engines.fsdp.pieces import Piece, contiguous, contiguous_count
 from modelexpress_rl.train.engines.fsdp.tensors import (
@@ -67,6 +69,7 @@ class Capture:
     boxes: tuple[SourceBox, ...]
     casts: tuple[CastBox, ...]
     held: Mapping[str, HeldTensor] = field(compare=False, repr=False)
+    made: tuple[SourceBox, ...] = field(compare=False, repr=False)
 
     @property
     def cast_keys(self) -> tuple[CastKey, ...]:
@@ -125,6 +128,8 @@ class FSDPAdapter(BoxAdapter):
         capture = self._now()
         if staging.mode is TrainerStagingMode.IN_PLACE or not capture.casts:
             return await staging.stage(self.boxes())
+        if staging.makes_blocks:
+            return await staging.stage((*capture.boxes, *capture.made))
         await staging.reserve()  # a cast that has nowhere to go is in vain
         buffers = self._take_buffers(capture.cast_keys)
         # Not abandoned when cancelled: the buffers may be used again only once the casts have ended.
@@ -154,7 +159,7 @@ class FSDPAdapter(BoxAdapter):
         marks = tuple(one.mark for one in held.values())
         if self._capture is None or self._capture.marks != marks:
             boxes, casts = self._found(held)
-            self._capture = Capture(marks, boxes, casts, held)
+            self._capture = Capture(marks, boxes, casts, held, _made(casts, held))
         return self._capture
 
     def _found(self, held: Mapping[str, HeldTensor]) -> tuple[tuple[SourceBox, ...], tuple[CastBox, ...]]:
@@ -243,6 +248,37 @@ def _box(name: str, view: View, wire: torch.dtype, piece: Piece, held: HeldTenso
         device_index=mark.device.index or 0,
         owner=held.local,
     )
+
+
+def _made(casts: Sequence[CastBox], held: Mapping[str, HeldTensor]) -> tuple[SourceBox, ...]:
+    """The casts as boxes of blocks that are cast while they are captured."""
+    blocks: dict[CastKey, MadeBlock] = {}
+    boxes = []
+    for cast in casts:
+        key, itemsize = cast.key, cast.key.wire.itemsize
+        if key not in blocks:
+            native = held[key.native]
+            size_bytes = prod(key.extents) * itemsize
+            write = partial(cast_into, key, native)
+            device = key.device
+            blocks[key] = MadeBlock(
+                (key, native.mark.addr), size_bytes, write, device.type, device.index or 0
+            )
+        boxes.append(
+            SourceBox(
+                name=cast.name,
+                dtype=str(key.wire),
+                full_shape=cast.full_shape,
+                offset=cast.piece.offset,
+                shape=cast.piece.shape,
+                addr=cast.piece.start * itemsize,
+                size_bytes=prod(cast.piece.shape) * itemsize,
+                device_kind=key.device.type,
+                device_index=key.device.index or 0,
+                block=blocks[key],
+            )
+        )
+    return tuple(boxes)
 
 
 def _in_buffer(cast: CastBox, buffers: CastBuffers) -> SourceBox:

@@ -103,8 +103,18 @@ class CastKey:
     device: torch.device
 
 
+def cast_into(key: CastKey, held: HeldTensor, target: Any) -> None:
+    """Cast a tensor into memory of its bytes, row-major; on a GPU this is queued on the current stream."""
+    into = target if isinstance(target, torch.Tensor) else torch.from_numpy(target)
+    with torch.no_grad():
+        into.view(key.wire).view(key.extents).copy_(held.local, non_blocking=True)
+
+
 class CastBuffers:
-    """Row-major copies of local tensors in their wire dtypes: one allocation per dtype and device."""
+    """Row-major copies of local tensors in their wire dtypes: one allocation per dtype and device.
+
+    For what is then packed in blocks of columns; else casts go straight into the memory that is read.
+    """
 
     def __init__(self, keys: Sequence[CastKey]) -> None:
         self.keys = tuple(keys)
