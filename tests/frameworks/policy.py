@@ -1,4 +1,4 @@
-"""The model that the FSDP2 trainers train: a tiny Qwen3, and what a generator of it must compute."""
+"""The model that the FSDP2 trainers train, a tiny Qwen3 with a tied head, and what a generator of it must compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 WIRE = torch.bfloat16
