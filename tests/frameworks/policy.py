@@ -1,4 +1,4 @@
-"""The model that the FSDP2 trainers train: a tiny Qwen3 with a tied head; what a generator of it must compute."""
+"""The model of the FSDP2 trainers, a tiny Qwen3 with a tied head, and what a generator of it must compute."""
 
 from __future__ import annotations
 
