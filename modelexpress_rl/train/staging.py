@@ -36,6 +36,7 @@ from modelexpress_rl.train.memory import Extent, spans_of
 from modelexpress_rl.train.places import Layout, Places
 from modelexpress_rl.train.reader_columns import ReaderColumns
 from modelexpress_rl.train.streams import NO_MARKS, Marks, SideStreams
+from modelexpress_rl.train.written import Unwritten
 from modelexpress_rl.transport.port import Agent, Registration
 
 _log = logging.getLogger(__name__)
@@ -143,7 +144,9 @@ class Stager:
             layout = self._moved(use, places)
             manifest = await self._manifest(use.number, layout)
         record.count(copied_bytes=places.size_bytes, generation=use.number)
-        fill = partial(self._fill, use, places, after, record)
+        # A trainer that waits can't write meanwhile.
+        unwritten = Unwritten.now(() if spawn is None else boxes)
+        fill = partial(self._fill, use, places, after, record, unwritten)
         if spawn is None:
             await fill()
         ready = None if spawn is None else _spawned(spawn, fill, f"the copy into {use}")
@@ -162,7 +165,9 @@ class Stager:
         for one in lent:
             await self._agent.deregister(one.registration)
 
-    async def _fill(self, use: Use, places: Places, after: Marks, record: RefitRecord) -> None:
+    async def _fill(
+        self, use: Use, places: Places, after: Marks, record: RefitRecord, unwritten: Unwritten
+    ) -> None:
         began_s = time.perf_counter()
         with record.stage("source_preparation"), use.writing() as writing:
             copies = places.copies(writing)
@@ -170,6 +175,7 @@ class Stager:
             whole = await anyio.to_thread.run_sync(copy_all, copies, self.streams, after, lambda: use.wanted)
             if not whole:
                 raise StateError(f"{use}: the copy was stopped, its version is not wanted any more")
+            unwritten.check()
         use.serve()
         record.count(copy_s=time.perf_counter() - began_s)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from modelexpress_rl.train import staging
+from tests.train.gate import Gate
 from tests.train.job import Job
 from tests.train.support import FaultyControl, Orchestrator, Rig, control_plane, rig_of
 
@@ -29,6 +31,14 @@ async def job(address: str, orchestrator: Orchestrator, monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MX_WORKER_HOST", "127.0.0.1")
     return Job(address, orchestrator)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate()
+    monkeypatch.setattr(staging, "copy_all", made.copy)
+    yield made
+    made.open.set()
 
 
 @pytest.fixture

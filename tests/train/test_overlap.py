@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
@@ -11,49 +10,12 @@ import numpy as np
 import pytest
 
 from modelexpress_rl.errors import DeadlineExceeded, FenceBroken, StateError
-from modelexpress_rl.train import staging
 from modelexpress_rl.train.client import ModelExpressTrainerClient
-from modelexpress_rl.train.copying import copy_all
-from modelexpress_rl.train.streams import SideStreams
+from tests.train.gate import Gate
 from tests.train.job import Job, bytes_of, weights
 from tests.train.support import eventually, within
 
 pytestmark = pytest.mark.anyio
-
-
-class Gate:
-    """Stands before the copies: lets them through, holds them, or has them fail half-way."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.open.set()
-        self.begun = threading.Event()
-        self.failures = 0
-
-    def hold(self) -> None:
-        self.open.clear()
-        self.begun.clear()
-
-    async def held(self) -> None:
-        """Until a copy has come to the gate."""
-        await eventually(self.begun.is_set)
-
-    def copy(self, copies: Any, streams: SideStreams, after: Any, wanted: Callable[[], bool]) -> bool:
-        self.begun.set()
-        assert self.open.wait(10)
-        if self.failures:
-            self.failures -= 1
-            copies.host[0]()
-            raise MemoryError("the second half did not fit")
-        return copy_all(copies, streams, after, wanted)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate()
-    monkeypatch.setattr(staging, "copy_all", made.copy)
-    yield made
-    made.open.set()
 
 
 def states(client: Any) -> list[str]:
@@ -250,6 +212,7 @@ class TestSlowReaders:
             for version in ("v1", "v2", "v3"):
                 await job.orchestrator.create(version)
             one = await client.publish_version("v1")
+            await one.publish()
             await (await client.publish_version("v2")).publish()
             assert client.room == 0
             skipped = await client.publish_version("v3")

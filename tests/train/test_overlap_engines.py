@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from modelexpress_rl.errors import FenceBroken
+from tests.train.gate import Gate
 from tests.train.job import Job
 from tests.train.support import within
 
@@ -67,3 +69,28 @@ async def test_each_version_is_that_of_its_step(job: Job, engine: str, overlap: 
             tensor.zero_()
         for version, wanted in expected.items():
             assert await job.read(version) == wanted
+
+
+@pytest.mark.parametrize("engine", ["plain", "fsdp", "megatron"])
+async def test_a_trainer_that_does_not_wait_is_told_and_publishes_no_mixture(
+    job: Job, engine: str, gate: Gate
+) -> None:
+    tensors = weights()
+    parameter = tensors["w"].requires_grad_()
+    optimizer = torch.optim.AdamW([parameter])
+    async with await job.open(
+        engine_context=context_of(engine, tensors), staging_mode="COPY_TO_HOST", overlap="CAPTURE"
+    ) as client:
+        await job.orchestrator.create("v1", client.source_slot_id)
+        gate.hold()
+        staged = await client.publish_version("v1")
+        await gate.held()
+        parameter.sum().backward()  # reads the weights, which is fine
+        optimizer.step()
+        gate.open.set()
+        with pytest.raises(FenceBroken, match=r"tensor 'w' was written while it was captured.*weights_free"):
+            await within(5, staged.weights_free)
+        again = await client.publish_version("v1")
+        parameter.sum().backward()
+        await again.publish()
+        assert await job.read("v1") == bytes_of(engine, {n: t.detach() for n, t in tensors.items()})

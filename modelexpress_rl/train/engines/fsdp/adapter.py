@@ -275,6 +275,7 @@ def _made(casts: Sequence[CastBox], held: Mapping[str, HeldTensor]) -> tuple[Sou
                 size_bytes=prod(cast.piece.shape) * itemsize,
                 device_kind=key.device.type,
                 device_index=key.device.index or 0,
+                owner=held[key.native].local,
                 block=blocks[key],
             )
         )
