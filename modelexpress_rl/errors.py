@@ -40,6 +40,10 @@ class DigestMismatch(PeerError):
     """Bytes that arrived are not the bytes that were published; the message names the tensor."""
 
 
+class ObjectError(PeerError):
+    """An object in storage is malformed, cut short, or not what the control plane or its index announced."""
+
+
 class VersionGone(PeerError):
     """The version was released, retired or forgotten; it will not come back under this life."""
 
