@@ -1,7 +1,8 @@
 """A `vllm serve` with our weight transfer backend as a generator of a fleet, over vLLM's own endpoints.
 
-vLLM stages and installs in one call, so `stage` only proves that the server is there; `install` moves the
-bytes while the server is paused. Within a server all ranks install or none does. What it holds is kept in
+vLLM's own protocol stages and installs in one call: then `stage` only proves that the server is there, and
+`install` moves the bytes while the server is paused. With our worker extension `stage` stages, while the
+server generates. Within a server all ranks install or none does. What it holds is kept in
 vLLM's own label of its weights, so an orchestrator that starts again reads it there.
 """
 
@@ -11,13 +12,23 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from modelexpress_rl import arguments
-from modelexpress_rl.errors import ModelExpressError, PeerError, StateError, UsageError
+import anyio
+
+from modelexpress_rl import arguments, errors
+from modelexpress_rl.errors import (
+    ModelExpressError,
+    PeerError,
+    StateError,
+    TryAgainError,
+    UsageError,
+    VersionGone,
+)
 from modelexpress_rl.fleet import http_json
 from modelexpress_rl.fleet.port import Holding
 
 _NEVER_UPDATED = "default"
 _UNCERTAIN = "mx-uncertain "
+_POLL_S = 0.1
 _MODES = ("keep", "wait", "abort")
 
 
@@ -25,8 +36,10 @@ class VllmServer:
     """A `FleetGenerator`; holds no connection.
 
     `pause_mode` is vLLM's: requests that run are kept and go on (keep), waited for (wait) or aborted
-    (abort). `timeout_s` bounds the calls that move no weights, `transfer_timeout_s` the one that does.
-    All updates of the server go through a fleet, which its label of the weights is left to. vLLM has no
+    (abort). `stages_ahead`: the server runs with `--worker-extension-cls
+    modelexpress_rl.inference.engines.vllm.ahead.StagesAhead`; what it staged is kept until another version
+    takes its place. `timeout_s` bounds the calls that move no weights, `transfer_timeout_s` the one that
+    does. All updates of the server go through a fleet, which its label of the weights is left to. vLLM has no
     timer: a server that was paused for an update stays so until an orchestrator admits it again.
     """
 
@@ -35,6 +48,7 @@ class VllmServer:
         url: str,
         *,
         pause_mode: str = "keep",
+        stages_ahead: bool = False,
         timeout_s: float = 30.0,
         transfer_timeout_s: float = 900.0,
         headers: Mapping[str, str] | None = None,
@@ -47,6 +61,7 @@ class VllmServer:
             )
         self.url = url.rstrip("/")
         self._pause_mode = pause_mode
+        self._stages_ahead = stages_ahead
         self._timeout_s = arguments.seconds("timeout_s", timeout_s)
         self._transfer_timeout_s = arguments.seconds("transfer_timeout_s", transfer_timeout_s)
         self._headers = dict(headers or {})
@@ -62,8 +77,25 @@ class VllmServer:
         await self._post("init_weight_transfer_engine", {"init_info": dict(init_info or {})})
 
     async def stage(self, version_id: str, *, keep_s: float) -> None:
-        """Prove that the server answers, and is certain of what it holds; no weights are moved yet."""
-        await self.holds()
+        """Stage the version on every rank, if the server can; else only prove that it answers.
+
+        Raises:
+            VersionGone: the version was released.
+            TryAgainError: a rank failed to stage it, and may succeed next time.
+            StateError: a rank failed for good.
+        """
+        holding = await self.holds()
+        if not self._stages_ahead or (holding.certain and holding.version_id == version_id):
+            return
+        await self._of_ranks("stage_weight_version", version_id)
+        while True:
+            standing = await self._of_ranks("weight_version_staging", version_id)
+            for rank, each in enumerate(standing):
+                if each not in ("staged", "staging"):
+                    raise _failure(each, f"version {version_id} is not staged on rank {rank} of {self.url}")
+            if all(each == "staged" for each in standing):
+                return
+            await anyio.sleep(_POLL_S)
 
     async def install(self, version_id: str, *, hold_s: float) -> None:
         """Pause the server and update it; it stays paused. `hold_s` has no counterpart in vLLM.
@@ -122,6 +154,17 @@ class VllmServer:
         version_id = label.removeprefix(_UNCERTAIN)
         return Holding(None if version_id == _NEVER_UPDATED else version_id, certain=certain, held=paused)
 
+    async def _of_ranks(self, method: str, version_id: str) -> list[str]:
+        """What a method of the worker extension answers on each rank."""
+        body = {"method": method, "args": [version_id]}
+        answer = self._object(
+            "collective_rpc", await self._call("POST", "collective_rpc", body, self._timeout_s)
+        )
+        results = answer.get("results")
+        if not isinstance(results, list) or not results:
+            raise PeerError(f"{self.url}/collective_rpc: expected an answer of each rank, got {results!r}")
+        return [str(each) for each in results]
+
     async def _begin_session(self) -> None:
         """Open a session, or go on with one that is open: that of a dead orchestrator, or of a failed update.
 
@@ -158,3 +201,14 @@ class VllmServer:
         if not isinstance(answer, dict):
             raise PeerError(f"{self.url}/{path}: expected a JSON object, got {type(answer).__name__}")
         return answer
+
+
+def _failure(standing: str, what: str) -> ModelExpressError:
+    """What a rank says of its failure, as an error of a class that says whether to try again."""
+    kind = getattr(errors, standing.partition(":")[0], None)
+    words = f"{what}: {standing}"
+    if kind is VersionGone:
+        return VersionGone(words)
+    if isinstance(kind, type) and issubclass(kind, TryAgainError):
+        return TryAgainError(words)
+    return StateError(words)

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from modelexpress_rl.errors import DeadlineExceeded, PeerError, StateError, Unavailable, UsageError
+from modelexpress_rl.errors import (
+    DeadlineExceeded,
+    PeerError,
+    StateError,
+    TryAgainError,
+    Unavailable,
+    UsageError,
+    VersionGone,
+)
 from modelexpress_rl.fleet import Fleet, FleetAborted, FleetPolicy, Holding, VllmServer
 from statemachines.fleet_records import Held
 from tests.fleet.vllm_double import VllmDouble, serving
@@ -85,6 +93,31 @@ async def test_what_a_dead_orchestrator_left_is_gone_on_with(double: VllmDouble,
     double.calls.clear()
     await server.install("v1", hold_s=0)
     assert "update_weights" not in double.calls
+
+
+async def test_a_server_with_the_extension_stages_while_it_generates(double: VllmDouble, url: str) -> None:
+    server = VllmServer(url, stages_ahead=True)
+    double.standing = [["staging", "staging"], ["staged", "staging"], ["staged", "staged"]]
+    await server.stage("v1", keep_s=1)
+    assert double.standing == []
+    assert "pause" not in double.calls
+    failures = {
+        "VersionGone: v1 was released": VersionGone,
+        "LeaseLost: lapsed": TryAgainError,
+        "GeometryError: no such tensor": StateError,
+        "none": StateError,
+    }
+    for words, kind in failures.items():
+        double.standing = [["staged", words]]
+        with pytest.raises(kind, match=f"version v1 is not staged on rank 1 of {url}: {words}"):
+            await server.stage("v1", keep_s=1)
+    double.standing = [[]]
+    with pytest.raises(PeerError, match="expected an answer of each rank, got"):
+        await server.stage("v1", keep_s=1)
+    double.label = "v1"
+    double.calls.clear()
+    await server.stage("v1", keep_s=1)
+    assert "collective_rpc" not in double.calls
 
 
 async def test_errors_say_what_came(double: VllmDouble, url: str) -> None:

@@ -26,6 +26,7 @@ class VllmDouble:
         self.versions = {"v1", "v2", "v3"}
         self.fails_half_way = False
         self.calls: list[str] = []
+        self.standing: list[list[str]] = []
         self.answers_with: int | None = None
         self.raw: bytes | None = None
 
@@ -55,6 +56,12 @@ class VllmDouble:
                 assert not self.doubt, "EngineUncertain"
                 self.session = False
                 self.label = str(body.get("weight_version") or self.label)
+            case "collective_rpc":
+                assert body["args"] == ["v1"], body
+                if body["method"] == "stage_weight_version":
+                    return {"results": ["False", "False"]}
+                assert body["method"] == "weight_version_staging"
+                return {"results": self.standing.pop(0)}
             case "init_weight_transfer_engine":
                 assert body == {"init_info": {"model_name": "m"}}
             case _:

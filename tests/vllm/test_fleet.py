@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from modelexpress_rl.errors import StateError
+from modelexpress_rl.errors import StateError, VersionGone
 from modelexpress_rl.fleet import Fleet, FleetAborted, FleetPolicy, Holding, VllmServer
 from tests.fleet.fakes import FakeGenerator
 from tests.vllm.checkpoints import published, write
@@ -23,8 +23,12 @@ POLICY = FleetPolicy(stage_timeout_s=120, commit_timeout_s=120, undo_timeout_s=1
 
 async def test_a_server_goes_with_its_fleet_and_back_with_it(tmp_path: Path, control_plane: str) -> None:
     steps = [write(tmp_path, "qwen3-tied", step) for step in range(3)]
-    with serving(steps[0]) as url, trainer(published(steps[1])) as publishing:
-        server, other = VllmServer(url), FakeGenerator(None)
+    extension = "modelexpress_rl.inference.engines.vllm.ahead.StagesAhead"
+    with (
+        serving(steps[0], 1, "--worker-extension-cls", extension) as url,
+        trainer(published(steps[1])) as publishing,
+    ):
+        server, other = VllmServer(url, stages_ahead=True), FakeGenerator(None)
         await server.initialize({"model_name": MODEL})
         assert await server.holds() == Holding(None)
         first = await anyio.to_thread.run_sync(publishing.publish, "one", published(steps[1]))
@@ -44,6 +48,8 @@ async def test_a_server_goes_with_its_fleet_and_back_with_it(tmp_path: Path, con
                 await server.install("nobody's", hold_s=0)
             assert await server.holds() == Holding(first, held=True)
             await server.resume(first)
+            with pytest.raises(VersionGone, match="nobody's is not staged on rank 0"):
+                await server.stage("nobody's", keep_s=1)
             assert (await fleet.update(second)).committed
             assert version_of(url) == second
             assert answers(url) != of_first

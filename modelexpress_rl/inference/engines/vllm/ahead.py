@@ -36,6 +36,14 @@ class StagesAhead:
         staged: bool = self.weight_transfer_engine.stage_ahead(version_id)
         return staged
 
+    def weight_version_staging(self, version_id: str) -> str:
+        """How the staging of a version stands on this rank, which begins nothing.
+
+        "staged", "staging", or why it failed; "none" where it was never begun, or another took its place.
+        """
+        ahead: Ahead | None = self.weight_transfer_engine.ahead
+        return "none" if ahead is None or ahead.version_id != version_id else ahead.standing
+
 
 class Ahead:
     """One version that is staged in a thread of its own, once `before` has ended and is released."""
@@ -60,6 +68,14 @@ class Ahead:
     def failed(self) -> bool:
         """Whether it failed."""
         return self.ended and self._staged.exception() is not None
+
+    @property
+    def standing(self) -> str:
+        """ "staged", "staging", or why it failed: the error's class and its words."""
+        if not self.ended:
+            return "staging"
+        error = self._staged.exception()
+        return "staged" if error is None else f"{type(error).__name__}: {error}"
 
     def staged(self) -> StagedWeightHandle | None:
         """Wait for the end, at most as long as staging takes; None where it failed."""

@@ -78,6 +78,11 @@ class ModelExpressWeightTransferEngine(
         """The version that every parameter of this rank provably holds; None where that can't be said."""
         return None if self._client is None else self._client.serving_version_id
 
+    @property
+    def ahead(self) -> Ahead | None:
+        """What is staged, or being staged, before it is to be installed."""
+        return self._ahead
+
     def init_transfer_engine(self, init_info: ModelExpressWeightTransferInitInfo) -> None:
         """Register with the control plane, on every rank or on none; once more after `shutdown`.
 
