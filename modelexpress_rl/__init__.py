@@ -38,8 +38,10 @@ if TYPE_CHECKING:
         AsyncModelExpressTrainerClient as AsyncModelExpressTrainerClient,
     )
     from modelexpress_rl.train.client import ModelExpressTrainerClient as ModelExpressTrainerClient
+    from modelexpress_rl.train.config import BackPressure as BackPressure
     from modelexpress_rl.train.config import ModelExpressTrainerConfig as ModelExpressTrainerConfig
     from modelexpress_rl.train.config import TrainerEngineContext as TrainerEngineContext
+    from modelexpress_rl.train.config import TrainerOverlap as TrainerOverlap
     from modelexpress_rl.train.config import TrainerStagingMode as TrainerStagingMode
     from modelexpress_rl.train.engines.fsdp import FSDPTrainerContext as FSDPTrainerContext
     from modelexpress_rl.train.engines.megatron import MegatronTrainerContext as MegatronTrainerContext
@@ -70,7 +72,13 @@ _NAMES_OF_MODULE = {
         "ObjectStorageType",
     ),
     "train.client": ("AsyncModelExpressTrainerClient", "ModelExpressTrainerClient"),
-    "train.config": ("ModelExpressTrainerConfig", "TrainerEngineContext", "TrainerStagingMode"),
+    "train.config": (
+        "BackPressure",
+        "ModelExpressTrainerConfig",
+        "TrainerEngineContext",
+        "TrainerOverlap",
+        "TrainerStagingMode",
+    ),
     "train.engines.fsdp": ("FSDPTrainerContext",),
     "train.engines.megatron": ("MegatronTrainerContext",),
     "version": (
