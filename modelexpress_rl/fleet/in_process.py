@@ -16,6 +16,8 @@ from modelexpress_rl.fleet.port import Holding
 
 _log = logging.getLogger(__name__)
 
+_HOLD_S = 60.0  # where nobody has said how long
+
 
 class StagedHandle(Protocol):
     """A version that is staged, as `AsyncModelExpressGeneratorClient` hands it out."""
@@ -85,7 +87,7 @@ class InProcessGenerator:
         self._clock = clock
         self._staged: StagedHandle | None = None
         self._held = False
-        self._hold_s = 0.0
+        self._hold_s = _HOLD_S
 
     async def __aenter__(self) -> Self:
         background = await Background.start("a generator of a fleet")
@@ -208,7 +210,11 @@ class InProcessGenerator:
             _log.error("no verdict came, and nothing can be served: parameters hold several versions")
             return
         _log.warning("no verdict came: serving %s again", self._client.serving_version_id)
-        await self._serve()
+        try:
+            await self._serve()
+        except BaseException:
+            self._hold.set(self._hold_s)
+            raise
 
 
 class _Timer:

@@ -50,6 +50,18 @@ class Engine:
         return adapter
 
 
+class Stubborn:
+    """An engine that resumes at the second attempt."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    async def resume(self) -> None:
+        self.attempts += 1
+        if self.attempts == 1:
+            raise RuntimeError("the engine is busy")
+
+
 class Rank:
     """One generator: its model, its engine, and whether it is paused."""
 
@@ -162,6 +174,17 @@ async def test_what_was_staged_is_not_kept_for_ever(
     await generator.abort("v2", back_to=None)
     assert await generator.holds() == Holding(None)
     assert ranks[0].events == []
+
+
+async def test_an_engine_that_does_not_resume_is_asked_again(world: World, publisher: Publisher) -> None:
+    await publish(world, publisher, 1)
+    engine = Stubborn()
+    client = await world.generator(Model())
+    async with InProcessGenerator(client, resume=engine.resume) as generator:
+        await generator.stage("v1", keep_s=60)
+        await generator.install("v1", hold_s=0.05)
+        await true_soon(lambda: not generator.held)
+    assert engine.attempts == 2
 
 
 async def test_a_hold_ends_by_itself(
