@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import anyio
 import pytest
 
 from modelexpress_rl._pb import refit_pb2 as refit
@@ -154,6 +155,27 @@ async def test_going_back_needs_the_old_version(
         assert caught.value.report.holds["g0"] == FleetHeld("v2")
         assert "VersionGone" in caught.value.report.out["g0"]
         assert ranks[0].model.bytes() == as_bytes(weights(2))
+
+
+async def test_a_version_that_ends_while_it_is_staged(
+    world: World, publisher: Publisher, ranks: list[Rank]
+) -> None:
+    await publish(world, publisher, 1)
+    async with Fleet(current_version_id="v1", policy=FleetPolicy(quorum=1, attempts=1)) as fleet:
+        for n, rank in enumerate(ranks):
+            await fleet.admit(f"g{n}", rank.generator)
+        await create_version(world.control, "v2", ["s0"])  # it is waited for, and never READY
+        async with fleet.updating("v2") as update, anyio.create_task_group() as group:
+            group.start_soon(world.control.delete_weight_version, refit.DeleteWeightVersionRequest(uid="v2"))
+            with pytest.raises(FleetAborted, match="VersionGone"):
+                await update.staged()
+        assert len(fleet.members) == 3
+        await publish(world, publisher, 3)
+        async with fleet.updating("v3") as update:
+            await update.staged()
+            await world.control.delete_weight_version(refit.DeleteWeightVersionRequest(uid="v3"))
+            assert (await update.commit()).committed  # whoever has staged it needs nobody any more
+        assert all(rank.model.bytes() == as_bytes(weights(3)) for rank in ranks)
 
 
 async def test_what_was_staged_is_not_kept_for_ever(
