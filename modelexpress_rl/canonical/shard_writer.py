@@ -7,7 +7,7 @@ leaves nothing of.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,8 +56,11 @@ class ShardWriter:
         dtype: str = "U8",
         shape: tuple[int, ...] | None = None,
         checksum: str | None = None,
+        keep: Callable[[], bool] = lambda: True,
     ) -> int:
         """Append a tensor; returns its bytes. Without a shape it is one-dimensional.
+
+        `keep` is asked when all parts have come: a tensor that turns out to be of no use is dropped again.
 
         Raises:
             UsageError: one of that name is there already.
@@ -69,6 +72,9 @@ class ShardWriter:
         for part in parts:
             self._spool.write(part)
         size = self._spool.tell() - begin
+        if not keep():
+            self._spool.truncate(begin)
+            return 0
         self._bodies[name] = _Body(name, dtype, (size,) if shape is None else shape, begin, size)
         if checksum is not None:
             self._checksums[name] = checksum
