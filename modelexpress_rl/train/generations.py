@@ -26,7 +26,7 @@ from statemachines.ids import VersionId
 from statemachines.kernel import Refused
 
 _log = logging.getLogger(__name__)
-COPIES_END_S = 5.0
+COPIES_END_S = 3.0
 _NO_LIMITS = Limits()
 
 

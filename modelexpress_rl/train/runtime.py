@@ -63,6 +63,7 @@ class TrainerRuntime:
         self._background = background
         self._overlap = overlap
         self._records: dict[int, tuple[StagedShard, RefitRecord]] = {}
+        self._since: dict[str, float] = {}
         self._closed = False
 
     @classmethod
@@ -212,24 +213,33 @@ class TrainerRuntime:
     async def publish_bound(
         self, version: WeightVersionRef, *, tensors: Any = None, after: Marks = NO_MARKS
     ) -> StagedShard:
-        """Stage and publish under one timing record; what the overlap says goes on in the background."""
-        began_s = time.perf_counter()
+        """Stage and publish under one timing record; what the overlap says goes on in the background.
+
+        With an overlap the record ends here: it is what the trainer waited for. What went on by itself since
+        is in the next one, as `background_publish_s` and `background_failures`.
+        """
         how = How(after, in_background=self._overlap is TrainerOverlap.CAPTURE)
         staged = await self.stage(version, tensors=tensors, how=how)
         if self._overlap is TrainerOverlap.NONE or self._background is None:
             await self.publish(staged)
         elif not staged.skipped:
-            _, record = self._records.get(id(staged), (staged, None))
+            _, record = self._records.pop(id(staged), (staged, None))
             if record is not None:
-                record.count(trainer_stall_s=time.perf_counter() - began_s)
+                since, self._since = self._since, {}
+                record.count(**since)
+                record.finish()
             self._background.spawn(self._publish_by_itself, staged, name=f"publication of {staged}")
         return staged
 
     async def _publish_by_itself(self, staged: StagedShard) -> None:
+        began_s = time.perf_counter()
         try:
-            await self.publish(staged)
+            await staged.publish()
         except ModelExpressError as error:  # whoever wants to know waits for `published`
+            self._since["background_failures"] = self._since.get("background_failures", 0) + 1
             _log.warning("%s: not published: %s", staged, error)
+        else:
+            self._since["background_publish_s"] = time.perf_counter() - began_s
 
     def release(self, version: WeightVersionRef) -> Fence:
         """Want the buffers of a version back; the fence says when they are."""
