@@ -1,8 +1,9 @@
 """How a tensor is cut into chunks, and which of them a slice of it needs.
 
 A tensor is looked at as a matrix: its last axis are the columns, all others together the rows (a vector is
-one column). Chunks are boxes of it, in row-major order, and so are the elements in a chunk. With one block
-of columns a chunk is contiguous; with several, whoever holds a slice of the columns needs only its blocks.
+one column). Chunks are boxes of it, and their elements are in row-major order. With one block of columns a
+chunk is contiguous. With several, the chunks of one block follow each other: whoever holds a slice of the
+columns needs only its blocks, which lie side by side in the object.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ class Grid:
         return cls(rows, columns, max(1, elements // columns_per_chunk), columns_per_chunk)
 
     @property
-    def across(self) -> int:
-        """Chunks side by side."""
-        return -(-self.columns // self.columns_per_chunk)
+    def down(self) -> int:
+        """Chunks one below the other."""
+        return -(-self.rows // self.rows_per_chunk)
 
     @property
     def count(self) -> int:
         """How many chunks there are."""
-        return self.across * -(-self.rows // self.rows_per_chunk)
+        return self.down * -(-self.columns // self.columns_per_chunk)
 
     def box(self, number: int) -> Box:
         """What a chunk covers."""
-        row, column = divmod(number, self.across)
+        column, row = divmod(number, self.down)
         row, column = row * self.rows_per_chunk, column * self.columns_per_chunk
         return Box(
             row,
@@ -71,11 +72,12 @@ class Grid:
         """The chunks that share an element with a box, in order."""
         if not box.elements:
             return
-        for down in range(box.row // self.rows_per_chunk, -(-box.row_end // self.rows_per_chunk)):
-            first = down * self.across
+        for block in range(
+            box.column // self.columns_per_chunk, -(-box.column_end // self.columns_per_chunk)
+        ):
+            first = block * self.down
             yield from range(
-                first + box.column // self.columns_per_chunk,
-                first + -(-box.column_end // self.columns_per_chunk),
+                first + box.row // self.rows_per_chunk, first + -(-box.row_end // self.rows_per_chunk)
             )
 
 

@@ -71,7 +71,7 @@ def advance(
     return Checked(verified * size, base.nbytes - verified * size)
 
 
-def squash(deltas: Sequence[SparseTensor], writer: SparseWriter) -> None:
+def squash(deltas: Sequence[SparseTensor], writer: SparseWriter, *, threads: int | None = None) -> None:
     """Write one delta that does what those do that follow each other; needs no base.
 
     Raises:
@@ -79,21 +79,19 @@ def squash(deltas: Sequence[SparseTensor], writer: SparseWriter) -> None:
     """
     _check_chain(deltas)
     entry = deltas[0].entry
+    count = threads or os.cpu_count() or 1
+    with ThreadPoolExecutor(count, "mx-squash") as pool:
+        work = fetched(deltas, range(entry.grid.count))
+        joined = in_order(pool, lambda item: _squashed(deltas, *item), work, 4 * count)
+        writer.put(entry.name, entry.dtype, entry.shape, entry.grid, joined)
 
-    def joined() -> Iterator[Chunk]:
-        for number, payloads in fetched(deltas, list(range(entry.grid.count))):
-            words = np.zeros(entry.grid.box(number).elements, f"<u{deltas[0].word_bytes}")
-            plain = False
-            for delta, payload in zip(deltas, payloads, strict=True):
-                chunk = _chunk(delta, number, payload)
-                plain |= put_onto(chunk, words, f"{delta.where}: chunk {number}")
-            ends = (
-                deltas[0].entry.records["base_digest"][number].tobytes(),
-                deltas[-1].entry.records["result_digest"][number].tobytes(),
-            )
-            yield encode_plain(words, *ends) if plain else encode_change(words, *ends)
 
-    writer.put(entry.name, entry.dtype, entry.shape, entry.grid, joined())
+def _squashed(deltas: Sequence[SparseTensor], number: int, payloads: Sequence[bytes]) -> Chunk:
+    words = np.zeros(deltas[0].entry.grid.box(number).elements, f"<u{deltas[0].word_bytes}")
+    plain = _join(deltas, number, payloads, words)
+    base = deltas[0].entry.records["base_digest"][number].tobytes()
+    result = deltas[-1].entry.records["result_digest"][number].tobytes()
+    return encode_plain(words, base, result) if plain else encode_change(words, base, result)
 
 
 @dataclass(frozen=True, slots=True)

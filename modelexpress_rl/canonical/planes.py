@@ -44,11 +44,14 @@ def entropy_bits(data: Bytes) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-def pack(planes: Sequence[Bytes]) -> bytes:
-    """Planes as one piece: for each its size and how it is stored, then what is stored."""
+def pack(planes: Sequence[Bytes], *, sampled: bool = True) -> bytes:
+    """Planes as one piece: for each its size and how it is stored, then what is stored.
+
+    With `sampled` the compressor isn't tried on planes that look like noise; small ones aren't worth a look.
+    """
     heads, bodies = [], []
     for plane in planes:
-        how, body = _stored(plane)
+        how, body = _stored(plane, sampled)
         heads.append(how << _SIZE_BITS | len(body))
         bodies.append(body)
     return b"".join((struct.pack(f"<{len(heads)}I", *heads), *bodies))
@@ -78,20 +81,21 @@ def unpack(data: memoryview, sizes: Sequence[int], where: str) -> list[Bytes]:
 
 
 def _compressor() -> zstandard.ZstdCompressor:
-    """One for each thread. Long matches only: what these bytes have is a skewed distribution, and runs."""
+    """One for each thread. Few matches: what these bytes have is a skewed distribution, and runs."""
     if not hasattr(_local, "compressor"):
         parameters = zstandard.ZstdCompressionParameters.from_level(
-            1, min_match=7, write_content_size=False, write_checksum=False
+            1, min_match=7, hash_log=6, write_content_size=False, write_checksum=False
         )
         _local.compressor = zstandard.ZstdCompressor(compression_params=parameters)
     compressor: zstandard.ZstdCompressor = _local.compressor
     return compressor
 
 
-def _stored(plane: Bytes) -> tuple[int, bytes]:
+def _stored(plane: Bytes, sampled: bool) -> tuple[int, bytes]:
     if plane.size and plane[0] == plane[-1] and not np.any(plane != plane[0]):
         return CONSTANT, plane[:1].tobytes()
-    if plane.size >= _TRY_BYTES and entropy_bits(plane) < _INCOMPRESSIBLE_BITS:
+    noise = sampled and entropy_bits(plane) >= _INCOMPRESSIBLE_BITS
+    if plane.size >= _TRY_BYTES and not noise:
         body = _compressor().compress(plane.data)
         if len(body) < plane.size:
             return ZSTD, body

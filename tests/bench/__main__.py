@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tests.bench.result import Result
 
-NAMES = ("refit", "control", "transfer", "plan", "overlap", "vllm")
+NAMES = ("refit", "control", "transfer", "plan", "overlap", "vllm", "delta")
 
 
 def main() -> None:
