@@ -34,7 +34,7 @@ class Scene:
     ready: list[int] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
+    most: dict[str, float] = field(default_factory=dict)
     trained: bool = False
     versions: int = 0
 
@@ -61,7 +61,8 @@ class Scene:
             else:
                 self._offer(number, staged.published)
             await staged.weights_free.wait()
-            self.figures = self.trainer.pop_metrics() or self.figures
+            for name, figure in self.trainer.pop_metrics().items():
+                self.most[name] = max(figure, self.most.get(name, 0))
 
     def _offer(self, number: int, published: object) -> None:
         def offer() -> None:
