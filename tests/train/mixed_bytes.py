@@ -34,6 +34,7 @@ class Scene:
     ready: list[int] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    overtaken: list[int] = field(default_factory=list)
     most: dict[str, float] = field(default_factory=dict)
     trained: bool = False
     versions: int = 0
@@ -45,6 +46,11 @@ class Scene:
             group.start_soon(self._generate)
             await self._train(versions)
             self.trained = True
+
+    @property
+    def ended(self) -> int:
+        """How many versions have been published, or never will be."""
+        return len(self.ready) + len(self.skipped) + len(self.overtaken)
 
     async def _train(self, versions: int) -> None:
         weights = patterns(0)
@@ -66,18 +72,18 @@ class Scene:
 
     def _offer(self, number: int, published: object) -> None:
         def offer() -> None:
-            assert published.done  # type: ignore[attr-defined]
-            self.ready.append(number)
+            # One that a newer version overtakes is released before it is announced.
+            (self.ready if published.done else self.overtaken).append(number)  # type: ignore[attr-defined]
 
         published.on_end(offer)  # type: ignore[attr-defined]
 
     async def _generate(self) -> None:
         while True:
-            newest = self.ready[-1] if self.ready else 0
-            if newest > (self.seen[-1] if self.seen else 0):
+            newest = max(self.ready, default=0)
+            if newest > max(self.seen, default=0):
                 if await self.read(newest):
                     self.seen.append(newest)
-            elif self.trained and len(self.ready) + len(self.skipped) == self.versions:
+            elif self.trained and self.ended == self.versions:
                 return
             await anyio.sleep(0.001)
 
