@@ -13,10 +13,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from statemachines import fleet, generation, installation, lease, publication, version, worker
+from statemachines import fleet, generation, installation, lease, local_store, publication, version, worker
 from statemachines.kernel import Cell, Row, Table, always, keep
 
-MACHINES: tuple[ModuleType, ...] = (version, worker, lease, publication, generation, installation, fleet)
+MACHINES: tuple[ModuleType, ...] = (
+    version,
+    worker,
+    lease,
+    publication,
+    generation,
+    installation,
+    fleet,
+    local_store,
+)
 DIRECTORY = Path(__file__).parent.parent / "docs" / "machines"
 
 

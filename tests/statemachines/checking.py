@@ -11,11 +11,21 @@ from tests.statemachines.examples import Example, Machine
 from tests.statemachines.examples_of_fleet import FLEET
 from tests.statemachines.examples_of_generation import GENERATION
 from tests.statemachines.examples_of_installation import INSTALLATION
+from tests.statemachines.examples_of_local_store import LOCAL_STORE
 from tests.statemachines.examples_of_publication import PUBLICATION
 from tests.statemachines.examples_of_version import VERSION
 from tests.statemachines.examples_of_workers import LEASE, WORKER
 
-MACHINES: tuple[Machine, ...] = (VERSION, WORKER, LEASE, PUBLICATION, GENERATION, INSTALLATION, FLEET)
+MACHINES: tuple[Machine, ...] = (
+    VERSION,
+    WORKER,
+    LEASE,
+    PUBLICATION,
+    GENERATION,
+    INSTALLATION,
+    FLEET,
+    LOCAL_STORE,
+)
 
 
 def rebuilt(table: Table[Any, Any], cells: Iterable[Cell]) -> Table[Any, Any]:
