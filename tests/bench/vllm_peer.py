@@ -36,6 +36,7 @@ from tests.vllm.server import ENVIRONMENT, answers, post, serving
 MODEL, SLOT = "bench", "bench:0"
 REUSE_S = 60.0
 POLL_S = 0.01
+TOKENS = 2  # a big model takes its time
 EXTENSION = "modelexpress_rl.inference.engines.vllm.ahead.StagesAhead"
 # The sizes of Qwen2.5-0.5B, and small ones.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -153,19 +154,19 @@ def measure(shape: str, rounds: int, folder: Path) -> dict[str, float]:
         trainer.write(folder / "first")
         with serving(folder / "first", 1, "--worker-extension-cls", EXTENSION) as url:
             post(f"{url}/init_weight_transfer_engine", init_info={"model_name": MODEL})
-            before = answers(url)
+            before = answers(url, TOKENS)
             for number in range(rounds + 1):
                 trainer.train(number + 1)
                 figures = refit(client, control, url, f"bench-{number}", ahead=False)
-                ours = answers(url)
+                ours = answers(url, TOKENS)
                 figures |= reload(trainer, url, folder / "reloaded")
-                if ours != answers(url):
+                if ours != answers(url, TOKENS):
                     raise AssertionError(f"version {number} is answered otherwise than its checkpoint")
                 if ours == before:
                     raise AssertionError(f"version {number} is answered as the one before it")
                 trainer.train(-number - 1)
                 figures |= refit(client, control, url, f"bench-{number}-ahead", ahead=True)
-                before = answers(url)
+                before = answers(url, TOKENS)
                 if ours == before:
                     raise AssertionError(f"version {number}, staged ahead, is answered as the one before it")
                 for name, figure in figures.items():

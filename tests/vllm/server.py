@@ -79,9 +79,9 @@ def post(url: str, **body: Any) -> Any:
         return json.loads(answer.read() or b"{}")
 
 
-def answers(url: str) -> list[list[int]]:
-    """The tokens that the server takes after each prompt."""
-    asked = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+def answers(url: str, tokens: int = TOKENS) -> list[list[int]]:
+    """So many tokens that the server takes after each prompt."""
+    asked = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     found = []
     for prompt in PROMPTS:
         answer = post(f"{url}/inference/v1/generate", token_ids=prompt, sampling_params=asked)
