@@ -4,7 +4,8 @@
 
 Both encode and decode the same bucket in processes that take turns; of each figure the best of all repeats
 counts. `peak_over_base` is the most memory beside the base over the size of the bucket, the bucket itself
-included. Without --peer-python there are no figures of 0.7.0.
+included. `xor_` figures are our encoder and decoder of 0.7.0's format. Without --peer-python there are no
+figures of 0.7.0.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,18 @@ from modelexpress_rl.canonical.index import Encoding, Index, shard_name, write_i
 from modelexpress_rl.canonical.joining import advance, squash
 from modelexpress_rl.canonical.memory import Bytes
 from modelexpress_rl.canonical.objects import BytesObject
-from modelexpress_rl.canonical.plain_files import add_full, copy_full, read_full
+from modelexpress_rl.canonical.plain_files import (
+    Change,
+    add_full,
+    add_xor_deltas,
+    copy_full,
+    read_full,
+    read_xor,
+)
 from modelexpress_rl.canonical.shard_writer import ShardWriter
 from modelexpress_rl.canonical.sparse import SparseTensor, byte_ranges, read_sparse
 from modelexpress_rl.canonical.sparse_writer import SparseWriter, TypedChange
+from modelexpress_rl.canonical.xor import replay
 from tests.bench.delta_case import COLUMNS
 from tests.bench.result import peak_bytes, resident_bytes
 
@@ -84,11 +93,43 @@ def one(base: list[Bytes], new: list[Bytes], threads: int, repeats: int) -> dict
             advance([delta], base[int(name)], out[int(name)], threads=threads)
         decoded_s.append(time.perf_counter() - begun)
     assert all(np.array_equal(left, right) for left, right in zip(out, new, strict=True))
-    return {
+    return in_format_of_0_7(base, new, threads) | {
         "ratio": total / size,
         "encode_gb_s": total / min(encoded_s) / 1e9,
         "decode_gb_s": total / min(decoded_s) / 1e9,
         "peak_over_base": 1 + max(extras) / total,
+    }
+
+
+def in_format_of_0_7(base: list[Bytes], new: list[Bytes], threads: int) -> dict[str, float]:
+    """The same bucket by our encoder and decoder of 0.7.0's format, once."""
+    total = sum(part.nbytes for part in base)
+    Path("/proc/self/clear_refs").write_text("5")
+    held = resident_bytes()
+    begun = time.perf_counter()
+    with ShardWriter() as writer:
+        pairs = enumerate(zip(base, new, strict=True))
+        add_xor_deltas(writer, [Change(str(i), *pair) for i, pair in pairs], threads=threads)
+        took = time.perf_counter() - begun
+        extra = peak_bytes() - held
+        data = b"".join(writer.parts())
+        index = Index(Encoding.XOR, dict.fromkeys(writer.names, FILE), "v1", "v0")
+    out = [np.zeros_like(part) for part in base]
+    frames = read_xor(index, lambda name: BytesObject(name, data))
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(
+            pool.map(
+                lambda item: replay(item[0], base[int(item[0])], [item[1]], out[int(item[0])]), frames.items()
+            )
+        )
+    decoded = time.perf_counter() - begun
+    assert all(np.array_equal(left, right) for left, right in zip(out, new, strict=True))
+    return {
+        "xor_ratio": total / len(data),
+        "xor_encode_gb_s": total / took / 1e9,
+        "xor_decode_gb_s": total / decoded / 1e9,
+        "xor_peak_over_base": 1 + extra / total,
     }
 
 

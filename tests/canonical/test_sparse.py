@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -167,6 +168,19 @@ def test_a_chain_with_a_chunk_that_is_set_anew() -> None:
     out = base.copy()
     advance([joined], out, out)
     assert np.array_equal(out, third)
+
+
+def test_a_chunk_that_says_unchanged_but_states_another_result() -> None:
+    """It has no payload whose digest could be wrong."""
+    base = noise(2 * CHUNK_BYTES)
+    new = base.copy()
+    new[0] ^= 1
+    made = delta(base, new)
+    records = made.entry.records.copy()
+    records["result_digest"][1] = records["result_digest"][0]
+    lying = replace(made, entry=replace(made.entry, records=records))
+    with pytest.raises(DigestMismatch, match="chunk 1: the result"):
+        advance([lying], base, base.copy())
 
 
 def test_deltas_that_do_not_follow_each_other() -> None:
