@@ -7,9 +7,11 @@ digests they send what would suit them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
+from math import lcm
 from typing import Self
 
 from modelexpress_rl.errors import UsageError
@@ -31,6 +33,7 @@ LONG_RUN_BYTES = 64 << 10  # nor are runs as long as this
 COLUMN_BLOCKS_HEADER = "mx-column-blocks"
 MAX_DECLARED_RULES = 64
 MAX_DECLARED_BLOCKS = 64
+MAX_DECLARED_TEXT = 16 << 10
 _SENDABLE = re.compile(r"[A-Za-z0-9._*-]{1,128}")
 ACCEPTS = "a number of blocks, or name patterns with one each, such as *.o_proj.weight=4,*.down_proj.weight=8"
 
@@ -39,11 +42,14 @@ ACCEPTS = "a number of blocks, or name patterns with one each, such as *.o_proj.
 class ColumnBlocks:
     """Name patterns (as of a shell, `*` and `?`) and blocks; the first that fits a name counts.
 
+    `together`: all that fit count, as far as the columns can be cut so.
+
     Raises:
         UsageError: a pattern is blank, or a number is none of 1 to `MAX_BLOCKS`.
     """
 
     rules: tuple[tuple[str, int], ...] = ()
+    together: bool = False
 
     def __post_init__(self) -> None:
         for pattern, count in self.rules:
@@ -93,6 +99,8 @@ class ColumnBlocks:
     @classmethod
     def heard(cls, text: str) -> Self:
         """What a reader declared, as far as it makes sense."""
+        if len(text) > MAX_DECLARED_TEXT:
+            return cls()
         try:
             return cls.declared(cls.parse(text).rules if "=" in text else ())
         except UsageError:
@@ -101,6 +109,20 @@ class ColumnBlocks:
     def __str__(self) -> str:
         return ",".join(f"{pattern}={count}" for pattern, count in self.rules)
 
-    def count(self, name: str) -> int:
-        """The blocks of a tensor; 1 where no pattern fits."""
-        return next((count for pattern, count in self.rules if fnmatchcase(name, pattern)), 1)
+    def count(self, name: str, columns: int) -> int:
+        """The blocks of a tensor of so many columns; 1 where no pattern fits."""
+        fitting = (count for pattern, count in self.rules if pattern_of(pattern)(name))
+        if not self.together:
+            return next(fitting, 1)
+        found = 1
+        for count in fitting:
+            both = lcm(found, count)
+            if both <= MAX_DECLARED_BLOCKS and columns % both == 0:
+                found = both
+        return found
+
+
+@lru_cache(maxsize=4 * MAX_DECLARED_RULES)
+def pattern_of(pattern: str) -> Callable[[str], object]:
+    """Whether a name fits a pattern."""
+    return re.compile(translate(pattern)).match

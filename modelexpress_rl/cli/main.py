@@ -18,6 +18,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 _ASKING = ("versions", "watch", "workers", "top", "evict")
+_PRINTING = (*_ASKING, "explain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     options = parser.parse_args(words)
     try:
-        return cast(int, options.run(options))
+        status = cast(int, options.run(options))
+        sys.stdout.flush()  # here, where a reader that has gone away is no fault
     except BaseException as error:  # noqa: BLE001 - what is not ours is raised again
         return _ended(str(options.command), error)
+    return status
 
 
 def _ended(command: str, error: BaseException) -> int:
@@ -90,7 +93,10 @@ def _ended(command: str, error: BaseException) -> int:
         first = first.exceptions[0]
     if isinstance(first, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    if isinstance(first, BrokenPipeError) and command in _ASKING:  # whoever read it has seen enough
+    if isinstance(first, BrokenPipeError) and command in (
+        *_ASKING,
+        "explain",
+    ):  # whoever read it has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if not isinstance(first, ModelExpressError):

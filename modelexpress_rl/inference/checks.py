@@ -65,7 +65,10 @@ class _Pending:
 class Checks:
     """The checks of one round of reads; `fetch` runs beside them."""
 
-    def __init__(self, reads: ReadPlan, sources: VersionSources, fetcher: SourceFetcher) -> None:
+    def __init__(
+        self, reads: ReadPlan, sources: VersionSources, fetcher: SourceFetcher, stall_timeout_s: float
+    ) -> None:
+        self._stall_timeout_s = stall_timeout_s
         self._reads = reads
         self._sources = sources
         self._fetcher = fetcher
@@ -117,7 +120,13 @@ class Checks:
         pending.tell()
         for number, ask in enumerate(verifier.asks):
             found = await self._fetcher.digests(
-                self._sources.version_id, fetched, ask, grid, deadline, self._reads.columns
+                self._sources.version_id,
+                fetched,
+                ask,
+                grid,
+                deadline,
+                self._reads.columns,
+                self._stall_timeout_s,
             )
             if found is None:
                 pending.verifier, pending.made_none = None, True

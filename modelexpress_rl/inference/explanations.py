@@ -23,6 +23,7 @@ def write(plan: PlanSummary, owner: str) -> None:
         return
     path = Path(directory) / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', owner)[:200]}.json"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_document(path, plan.to_json())
     except OSError as error:
         _log.warning("MX_EXPLAIN_DIR: the plan of %s can't be written: %s", owner, error)

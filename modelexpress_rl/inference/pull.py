@@ -153,7 +153,7 @@ class Pull:
                 self._cache,
                 self._clock,
                 reads=reads,
-                checks=Checks(reads, self._sources, self._fetcher),
+                checks=Checks(reads, self._sources, self._fetcher, self._settings.stall_timeout_s),
                 sources=self._sources,
                 arena=self.arena,
                 limits=self._limits(reads, deadline),

@@ -28,10 +28,13 @@ from modelexpress_rl.errors import (
     ManifestError,
     ModelExpressError,
     PeerError,
+    TransferError,
+    TransferTimeout,
     Unavailable,
 )
 from modelexpress_rl.inference.lease import Publication
 from modelexpress_rl.inference.recent import Recent
+from modelexpress_rl.inference.tasks import run_under
 from modelexpress_rl.reshard import manifest as manifests
 from modelexpress_rl.reshard import manifest_columns
 from modelexpress_rl.reshard.digests import DigestTable, decode_digests
@@ -238,14 +241,25 @@ class SourceFetcher:
         grid: DigestGrid,
         deadline: float,
         columns: ColumnBlocks = _NO_COLUMNS,
+        stall_timeout_s: float | None = None,
     ) -> Digests | ModelExpressError | None:
         """Fetch the digests of one selection; None where the publisher made none.
 
-        The publisher is told of which tensors this reader wants `columns`. A failure is returned, not
-        raised: it says which worker, slot and version it was about.
+        The publisher is told of which tensors this reader wants `columns`. To hash may take it long: after
+        `stall_timeout_s` it is asked whether it is there at all, and has failed where it does not answer
+        that. A failure is returned, not raised: it says which worker, slot and version it was about.
         """
+
+        async def fetch() -> Digests | None:
+            if stall_timeout_s is None:
+                return await self._digests(version_id, fetched, ask, grid, deadline, columns)
+            return await run_under(
+                lambda: self._digests(version_id, fetched, ask, grid, deadline, columns),
+                lambda: self._silence(version_id, fetched, stall_timeout_s),
+            )
+
         return await self._outcome(
-            lambda: self._digests(version_id, fetched, ask, grid, deadline, columns),
+            fetch,
             version_id,
             fetched.publication,
             deadline,
@@ -368,6 +382,27 @@ class SourceFetcher:
             )
         )
 
+    async def _silence(self, version_id: VersionId, fetched: Fetched, stall_timeout_s: float) -> Exception:
+        """Ask for no digests again and again, which whoever lives answers at once; return when it doesn't."""
+        publication = fetched.publication
+        request = v1.GetShardDigestsRequest(
+            version_id=version_id,
+            source_slot_id=publication.slot_id,
+            selection=v1.DigestSelection(grid=GRID),
+        )
+        call = self._endpoint(publication.endpoint).get_shard_digests
+        while True:
+            await anyio.sleep(stall_timeout_s)
+            try:
+                await call(request, timeout_s=self._rpc_timeout_s, metadata=self._lease(version_id))
+            except (DeadlineExceeded, Unavailable) as error:
+                return TransferTimeout(
+                    f"no digests for {stall_timeout_s:g} s, and then no answer whether it is there ({error})",
+                    peer=fetched.manifest.source.agent_name,
+                )
+            except ModelExpressError:
+                continue  # that is an answer, too
+
     def _endpoint(self, address: str) -> WorkerEndpoint:
         if address not in self._endpoints:
             self._endpoints[address] = self._connect(address)
@@ -433,6 +468,8 @@ def _about(at: str, error: ModelExpressError) -> ModelExpressError:
             kind = AccessDenied
         elif isinstance(error, TimeoutError):
             kind = DeadlineExceeded
+    elif isinstance(error, TransferError):
+        return type(error)(f"{at}: {error}", peer=error.peer)
     else:
         kind = type(error) if isinstance(error, PeerError) else PeerError
     about = kind(f"{at}: {error}")

@@ -8,9 +8,11 @@ a 0-d tensor is a padded vector of one element.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +55,9 @@ DTYPE_SIZE_BYTES: Mapping[str, int] = {
     "torch.complex64": 8,
     "torch.complex128": 16,
 }
+
+
+MIN_DEVICE, MAX_DEVICE = -1, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -164,6 +169,10 @@ class ShardTable:
                     f"tensor {row.name!r}: offset {row.offset} and shape {row.shape} do not have the rank "
                     f"of the global shape {row.full_shape}"
                 )
+            if not MIN_DEVICE <= row.device_id <= MAX_DEVICE:
+                raise UsageError(
+                    f"tensor {row.name!r}: device {row.device_id} is not in {MIN_DEVICE} .. {MAX_DEVICE}"
+                )
             if row.digest is not None and len(row.digest) != DIGEST_BYTES:
                 raise UsageError(
                     f"tensor {row.name!r}: a digest has {DIGEST_BYTES} bytes, got {row.digest!r}"
@@ -183,7 +192,7 @@ class ShardTable:
                 ).reshape(len(rows), DIGEST_BYTES),
                 has_digest=np.array([row.digest is not None for row in rows], np.bool_),
             )
-        except OverflowError as error:
+        except (OverflowError, TypeError) as error:
             raise UsageError(f"an offset, shape or address does not fit its column: {error}") from error
         fault = shard_fault(table)
         if fault is not None:
@@ -198,8 +207,8 @@ def tensor_table(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> TensorT
         UsageError: a name appears twice or is none, a dtype is unknown or a shape is out of range.
     """
     names = tuple(name for name, _, _ in tensors)
-    index = {name: i for i, name in enumerate(names)}
-    if len(index) != len(names):
+    index_of = {name: i for i, name in enumerate(names)}
+    if len(index_of) != len(names):
         raise UsageError(f"tensor {next(n for n in names if names.count(n) > 1)!r} appears twice")
     for name, dtype, shape in tensors:
         # What a reader of the manifest would refuse is refused where it can still be mended.
@@ -209,7 +218,7 @@ def tensor_table(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> TensorT
             )
         if dtype not in DTYPE_SIZE_BYTES:
             raise UsageError(f"tensor {name!r}: unknown dtype {dtype!r}, expected one like 'torch.bfloat16'")
-        if len(shape) > MAX_RANK or any(not 0 <= extent <= MAX_EXTENT for extent in shape):
+        if len(shape) > MAX_RANK or any(not is_extent(extent) for extent in shape):
             raise UsageError(f"tensor {name!r}: global shape {shape} is out of range")
     table = TensorTable(
         names=names,
@@ -217,7 +226,7 @@ def tensor_table(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> TensorT
         elsize=np.array([DTYPE_SIZE_BYTES[dtype] for _, dtype, _ in tensors], np.int64),
         rank=np.array([len(shape) for _, _, shape in tensors], np.int64),
         full_shape=padded([t[2] for t in tensors], max([1, *(len(t[2]) for t in tensors)]), 1),
-        index=index,
+        index=index_of,
     )
     fault = tensor_fault(table)
     if fault is not None:
@@ -259,15 +268,21 @@ def shard_fault(table: ShardTable) -> str | None:
     return None
 
 
+def is_extent(value: object) -> bool:
+    """Whether it can be an offset, or an extent of a shape."""
+    return hasattr(value, "__index__") and 0 <= index(value) <= MAX_EXTENT
+
+
 def padded(boxes: Sequence[Sequence[int]], width: int, fill: int) -> Int:
     """Put ragged coordinates into (len(boxes), width), right-aligned, the front filled with `fill`.
 
     Raises:
         OverflowError: a coordinate does not fit int64.
+        TypeError: a coordinate is no integer.
     """
     count = len(boxes)
     lengths = np.fromiter(map(len, boxes), np.int64, count)
-    flat = np.array(list(chain.from_iterable(boxes)), np.int64)
+    flat = np.array(array("q", chain.from_iterable(boxes)), np.int64)
     out = np.full((count, width), fill, np.int64)
     out[np.arange(width) >= width - lengths[:, None]] = flat
     return out

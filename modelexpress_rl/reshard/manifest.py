@@ -26,7 +26,9 @@ from modelexpress_rl.reshard.geometry import (
     ADDRESS_SPACE_BYTES,
     DIGEST_BYTES,
     DTYPE_SIZE_BYTES,
+    MAX_DEVICE,
     MAX_RANK,
+    MIN_DEVICE,
     Bool,
     Int,
     ShardTable,
@@ -320,7 +322,7 @@ def _shard_table(tensors: TensorTable, shard_lists: list[Any], agent_name: str) 
         shape=coordinates(shapes, where, "shape", tensors.width, 1),
         addr=np.array(addrs, np.uint64),
         # -1 is how some publishers say "host memory".
-        device_id=integers(devices, where, "device_id", -1, 1 << 20),
+        device_id=integers(devices, where, "device_id", MIN_DEVICE, MAX_DEVICE),
         digest=columns,
         has_digest=has_digest,
     )

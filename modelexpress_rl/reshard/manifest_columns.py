@@ -29,8 +29,10 @@ from modelexpress_rl.reshard.columns import Reader, packed, packed_bits
 from modelexpress_rl.reshard.geometry import (
     DIGEST_BYTES,
     DTYPE_SIZE_BYTES,
+    MAX_DEVICE,
     MAX_EXTENT,
     MAX_RANK,
+    MIN_DEVICE,
     Bool,
     Bytes,
     Int,
@@ -181,7 +183,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_MANIFEST_BYTES) -> tuple[Manifes
         name = names[int(tensor[np.argmax(wrong)])]
         raise ManifestError(f"tensor {name!r}: a shard's box is not one of this tensor's dtype and shape")
     # -1 is how some publishers say "host memory".
-    device_id = _numbers(body, counts.shards, "devices", -1, 1 << 20)
+    device_id = _numbers(body, counts.shards, "devices", MIN_DEVICE, MAX_DEVICE)
     addr = _addresses(body, counts, size_bytes[facts.box], tensors, tensor)
     has_digest, digests = _digests(body, counts)
     body.end()

@@ -17,6 +17,7 @@ from modelexpress_rl.reshard.geometry import (
     MAX_RANK,
     Int,
     UInt,
+    is_extent,
     padded,
     unpadded,
     volume_estimates,
@@ -141,7 +142,7 @@ def _columns(
         return None
     try:
         offset, shape = padded(offsets, width, 0), padded(shapes, width, 1)
-    except OverflowError:
+    except (OverflowError, TypeError):
         return None
     if min(offset.min(initial=0), shape.min(initial=0)) < 0:
         return None
@@ -156,7 +157,7 @@ def _refuse_impossible(rows: Iterable[Need], owner: str) -> NoReturn:
             raise UsageError(f"tensor {row.name!r}: {owner} needs unknown dtype {row.dtype!r}")
         if len(row.offset) != len(row.shape) or len(row.shape) > MAX_RANK:
             raise UsageError(f"tensor {row.name!r}: offset {row.offset} and shape {row.shape} differ in rank")
-        if any(not 0 <= x <= MAX_EXTENT for x in (*row.offset, *row.shape)):
+        if any(not is_extent(x) for x in (*row.offset, *row.shape)):
             raise UsageError(f"tensor {row.name!r}: box {row.offset} {row.shape} is out of range")
     raise AssertionError("unreachable: every need is possible")
 

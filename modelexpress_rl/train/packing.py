@@ -108,7 +108,7 @@ def packed(boxes: Sequence[SourceBox], blocks: ColumnBlocks) -> dict[int, Packed
     if not blocks.rules:
         return found
     for number, box in enumerate(boxes):
-        cuts = _cuts(box, blocks.count(box.name))
+        cuts = _cuts(box, blocks.count(box.name, box.full_shape[-1]) if box.full_shape else 1)
         if len(cuts) > 2:
             found[number] = PackedBox(box, cuts)
     for number in _sharing(boxes):

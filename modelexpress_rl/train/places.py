@@ -57,6 +57,10 @@ class Layout:
         memory = _host_memory(rows, extents) if on_host else _any_memory(rows)
         return cls(boxes, rows, table, extents, DigestSource(table, memory, fixed=on_host))
 
+    def columns(self) -> dict[str, int]:
+        """The extent of each tensor's last axis, where it has one."""
+        return {box.name: box.full_shape[-1] for box in self.rows if box.full_shape}
+
 
 @dataclass(frozen=True, slots=True)
 class Copies:

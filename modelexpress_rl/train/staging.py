@@ -91,10 +91,11 @@ class Stager:
         self._in_arena: dict[int, tuple[int, Places, Layout]] = {}
         self._manifests: dict[int, tuple[ShardTable, bytes, WeightVersionShardManifest]] = {}
 
-    @property
-    def packs_columns(self) -> bool:
-        """Whether some tensors are stored in blocks of columns."""
-        return bool(self._columns.blocks.rules)
+    def settled_blocks(self) -> ColumnBlocks:
+        """In which blocks of columns a version is copied whose staging begins."""
+        if self._source is not None:
+            self._columns.settle(self._source.columns)
+        return self._columns.blocks
 
     def layout(self, boxes: Sequence[SourceBox]) -> Layout:
         """The layout of these boxes; the one of the last version where they are the same.
@@ -129,15 +130,18 @@ class Stager:
         record: RefitRecord,
         *,
         to_host: bool = True,
+        blocks: ColumnBlocks | None = None,
         after: Marks = NO_MARKS,
         spawn: Spawn | None = None,
     ) -> StagedWeightVersionShardData:
         """The copy modes: a generation is filled, off the event loop, and is what is read.
 
+        `blocks` are the `settled_blocks` of when the staging began, which may have changed since.
         With `spawn` this returns before it is: its `publish_ready` completes when it is, or breaks. The
         use is the caller's to release where this raises.
         """
-        places = self._places_of(self.layout(boxes), to_host=to_host)
+        blocks = self.settled_blocks() if blocks is None else blocks
+        places = self._places_of(self.layout(boxes), blocks, to_host=to_host)
         with record.stage("setup_registration"):
             await use.fit(places.sizes, pinned=to_host and places.reads_gpus)
         with record.stage("transfer_planning"):
@@ -191,8 +195,7 @@ class Stager:
         self._lent.append(made)
         return _Loan(made, layout)
 
-    def _places_of(self, source: Layout, *, to_host: bool) -> Places:
-        blocks = self._columns.blocks
+    def _places_of(self, source: Layout, blocks: ColumnBlocks, *, to_host: bool) -> Places:
         known = self._places.get(to_host)
         if known is None or known[0] is not blocks or known[1].source is not source:
             known = self._places[to_host] = blocks, Places.of(source, blocks, to_host=to_host)
@@ -260,6 +263,7 @@ class OneStaging:
         spawn: Spawn | None = None,
     ) -> None:
         self._stager = stager
+        self._blocks = stager.settled_blocks()
         self._mode = mode
         self._version_id = version_id
         self._timeout_s = timeout_s
@@ -276,7 +280,7 @@ class OneStaging:
     @property
     def makes_blocks(self) -> bool:
         """See `ShardStaging`."""
-        return self._mode in COPY_MODES and not self._stager.packs_columns
+        return self._mode in COPY_MODES and not self._blocks.rules
 
     async def reserve(self) -> None:
         """See `ShardStaging`."""
@@ -313,6 +317,7 @@ class OneStaging:
             self._reserved,
             self._record,
             to_host=self._mode is TrainerStagingMode.COPY_TO_HOST,
+            blocks=self._blocks,
             after=self._after,
             spawn=self._spawn,
         )

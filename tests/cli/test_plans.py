@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import anyio
 import pytest
 
 from modelexpress_rl.reshard.cost import load_cost
@@ -35,6 +37,12 @@ async def test_plans_as_tables_and_a_picture(plans: Path) -> None:
 async def test_plans_as_json(plans: Path) -> None:
     ended = await mx_rl("explain", str(plans / "1.json"), "--json")
     assert [plan["owner"] for plan in ended.body] == ["rank 1"]
+
+
+async def test_a_reader_that_has_seen_enough(plans: Path) -> None:
+    command = f"{sys.executable} -m modelexpress_rl.cli.main explain {plans} | head -n 1"
+    done = await anyio.run_process(["bash", "-o", "pipefail", "-c", command], check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 async def test_what_is_no_plan_is_named(plans: Path) -> None:

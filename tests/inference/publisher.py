@@ -67,6 +67,9 @@ class Publisher:
         # one does whose grid is another.
         self.digests_are = "selected"
         self.damages_digests = False
+        self.digests_made, self.digests_answered = anyio.Event(), anyio.Event()
+        self.digests_made.set()
+        self.digests_answered.set()
         self.topology = ""
         self.answering = anyio.Event()
         self.answering.set()
@@ -196,6 +199,9 @@ class _Digests(modelexpress_rl_grpc.RefitWorkerDigestServiceBase):
         found = published.digests
         if found is None:
             raise GRPCError(Status.NOT_FOUND, "no digests")
+        await self._publisher.digests_answered.wait()
+        if not request.HasField("selection") or request.selection.row_count:
+            await self._publisher.digests_made.wait()
         if request.HasField("selection") and self._publisher.digests_are == "other grid":
             raise GRPCError(Status.INVALID_ARGUMENT, "another grid")
         if request.HasField("selection") and self._publisher.digests_are == "selected":

@@ -152,6 +152,54 @@ async def test_a_replica_that_is_frozen_does_not_hold_a_stage_up(
     trainers[1].answering.set()
 
 
+async def test_a_source_that_froze_before_its_digests_is_given_up_for_a_replica(world: World) -> None:
+    """Its bytes can still be read: one-sided reads need no living process."""
+    trainers = await replicas(world)
+    model = Model()
+    client = await world.generator(model, stall_timeout_seconds=0.2, rpc_timeout_seconds=0.2)
+    trainers[0].digests_answered = anyio.Event()
+    with anyio.fail_after(5):
+        await client.apply_weight(await client.stage_weight("v1"))
+    assert model.bytes() == as_bytes(weights(1))
+    assert "digests" in trainers[0].calls
+    trainers[0].digests_answered.set()
+
+
+async def test_digests_of_a_source_that_lives_are_waited_for(world: World) -> None:
+    trainers = await replicas(world)
+    model = Model()
+    client = await world.generator(model, stall_timeout_seconds=0.1, rpc_timeout_seconds=5)
+    for trainer in trainers:
+        trainer.digests_made = anyio.Event()
+    staged = []
+
+    async def stage() -> None:
+        staged.append(await client.stage_weight("v1"))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(stage)
+        # Asked whether it is there, several times.
+        await true_soon(lambda: max(trainer.calls.count("digests") for trainer in trainers) > 4)
+        assert not staged
+        for trainer in trainers:
+            trainer.digests_made.set()
+    assert staged[0].metrics["transfer_attempts"] == 1
+    await client.apply_weight(staged[0])
+    assert model.bytes() == as_bytes(weights(1))
+
+
+async def test_a_source_that_froze_without_a_replica_is_told_by_name(world: World) -> None:
+    trainer = await world.trainer()
+    client = await world.generator(Model(), stall_timeout_seconds=0.1, rpc_timeout_seconds=0.1)
+    await create_version(world.control, "v1", ["s0"])
+    await trainer.publish("v1", "s0", whole(weights(1)))
+    trainer.digests_answered = anyio.Event()
+    told = r"version v1: .*worker 't0'.*no digests for 0.1 s, and then no answer whether it is there"
+    with anyio.fail_after(10), pytest.raises(TransferTimeout, match=told):
+        await client.stage_weight("v1")
+    trainer.digests_answered.set()
+
+
 async def fetching(client: AsyncModelExpressGeneratorClient, *publishers: Publisher) -> None:
     await true_soon(lambda: all("manifest" in publisher.calls for publisher in publishers))
 

@@ -293,6 +293,8 @@ def test_arguments_that_cannot_be() -> None:
         (Need("u", BF16, (0,), (1, 1)), "differ in rank"),
         (Need("u", BF16, (0,) * 17, (1,) * 17), "differ in rank"),
         (Need("u", BF16, (-1,), (1,)), "is out of range"),
+        (Need("u", BF16, (0.0,), (1,)), "is out of range"),  # type: ignore[arg-type]
+        (Need("u", BF16, (0,), (1.5,)), "is out of range"),  # type: ignore[arg-type]
         (Need("u", BF16, (0,), (1 << 49,)), "is out of range"),
         (Need("u", BF16, (1 << 70,), (1,)), "is out of range"),
         (Need("u", BF16, (0, 0), (1 << 40, 1 << 40)), "is too big for an arena"),

@@ -15,7 +15,7 @@ from modelexpress_rl.reshard import hashing
 from modelexpress_rl.reshard.digests import decode_digests, digest_table
 from modelexpress_rl.reshard.geometry import Bytes, Shard, ShardTable
 from modelexpress_rl.reshard.grid import LEVELS, SLABS, TILES, Selection, digest_grid
-from modelexpress_rl.reshard.hashing import decode_answer
+from modelexpress_rl.reshard.hashing import decode_answer, is_answer
 from modelexpress_rl.train.digest_job import DigestJob, DigestSource
 
 pytestmark = pytest.mark.anyio
@@ -178,3 +178,11 @@ async def test_what_somebody_waits_for_is_hashed_first(
         await anyio.lowlevel.checkpoint()
         start(job)
     assert 3 in seen[:2]  # the first may have been under way
+
+
+async def test_who_asks_for_nothing_is_answered_at_once(lent: Lent) -> None:
+    """So that a reader knows whether this process lives, however long it hashes."""
+    job = lent.job()  # not even begun
+    nothing = Selection(0, np.zeros((LEVELS, 0), np.bool_))
+    with anyio.fail_after(1):
+        assert is_answer(await job.answer(nothing))

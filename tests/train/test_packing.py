@@ -47,11 +47,16 @@ def noise(*shape: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
 class TestColumnBlocks:
     def test_a_number_is_for_row_parallel_weights(self) -> None:
         blocks = ColumnBlocks.of(4)
-        assert [blocks.count(name) for name in (DOWN, UP, "x.o_proj.weight", "o_proj.bias")] == [4, 1, 4, 1]
+        assert [blocks.count(name, 96) for name in (DOWN, UP, "x.o_proj.weight", "o_proj.bias")] == [
+            4,
+            1,
+            4,
+            1,
+        ]
 
     def test_the_first_pattern_that_fits_counts(self) -> None:
         blocks = ColumnBlocks.of({"*.3.*": 2, "*.o_proj.weight": 8})
-        assert [blocks.count(f"layers.{n}.o_proj.weight") for n in (3, 4)] == [2, 8]
+        assert [blocks.count(f"layers.{n}.o_proj.weight", 96) for n in (3, 4)] == [2, 8]
 
     @pytest.mark.parametrize("value", [0, -1, True, 2000, {"": 2}, {"a": "2"}, "4"])
     def test_what_makes_no_sense_is_refused(self, value: Any) -> None:

@@ -14,7 +14,7 @@ from modelexpress_rl.inference.adapter import PublishedTensor, StagedTensor
 from modelexpress_rl.inference.client import AsyncModelExpressGeneratorClient
 from modelexpress_rl.inference.config import ModelExpressGeneratorConfig
 from modelexpress_rl.reshard.needs import Need
-from modelexpress_rl.train.reader_columns import ReaderColumns
+from modelexpress_rl.train.reader_columns import MAX_USELESS_RULES, ReaderColumns
 from modelexpress_rl.transport.inprocess import Hub
 from tests.train.mixed_bytes import trainer_of
 from tests.train.support import MODEL, Orchestrator, control_plane
@@ -23,25 +23,94 @@ DOWN, UP = "model.layers.0.down_proj.weight", "model.layers.0.up_proj.weight"
 ROWS, COLUMNS = 64, 96
 
 
+TENSORS = {f"model.layers.{n}.{name}.weight": 96 for n in range(3) for name in ("o_proj", "down_proj")}
+O_PROJ, DOWN_PROJ = list(TENSORS)[:2]
+
+
+def tensors() -> dict[str, int]:
+    return TENSORS
+
+
+def settled(columns: ReaderColumns) -> ColumnBlocks:
+    columns.settle(tensors)
+    return columns.blocks
+
+
+def count(columns: ReaderColumns, name: str) -> int:
+    return settled(columns).count(name, TENSORS[name])
+
+
 def test_what_readers_declare_adds_up() -> None:
     columns = ReaderColumns()
-    assert columns.blocks == ColumnBlocks()
+    assert settled(columns) == ColumnBlocks()
     columns.hear("*.o_proj.weight=4,*.down_proj.weight=4")
     columns.hear("*.down_proj.weight=6")
-    assert columns.blocks.count("a.o_proj.weight") == 4
-    assert columns.blocks.count("a.down_proj.weight") == 12
-    before = columns.blocks
+    assert (count(columns, O_PROJ), count(columns, DOWN_PROJ)) == (4, 12)
+    before = settled(columns)
     columns.hear("*.down_proj.weight=2")
-    columns.hear(str(before))
+    columns.hear("*.down_proj.weight=6")
     columns.hear("")
+    assert settled(columns) is before
+
+
+def test_what_is_heard_counts_from_the_next_version_on() -> None:
+    columns = ReaderColumns()
+    before = columns.blocks
+    columns.hear("*.o_proj.weight=4")
     assert columns.blocks is before
+    assert settled(columns) is not before
 
 
 def test_a_configuration_counts_alone() -> None:
     for configured in (ColumnBlocks(), ColumnBlocks.of(1), ColumnBlocks.of(4)):
         columns = ReaderColumns(configured)
         columns.hear("*.down_proj.weight=2")
-        assert columns.blocks is configured
+        assert settled(columns) is configured
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "*.o_proj.weight=61",  # 96 columns are no 61 blocks
+        "*.o_proj.weight=64",
+        "*=5,o*=7",
+        ",".join(f"n{n}=3" for n in range(MAX_DECLARED_RULES)),
+    ],
+)
+def test_one_reader_s_odd_wishes_take_nothing_from_the_others(hostile: str) -> None:
+    columns = ReaderColumns()
+    for _ in range(3):
+        columns.hear(hostile)
+        assert settled(columns) == ColumnBlocks()
+    columns.hear("*.o_proj.weight=4")
+    assert count(columns, O_PROJ) == 4
+
+
+def test_a_wish_for_all_names_does_not_hide_a_closer_one() -> None:
+    columns = ReaderColumns()
+    columns.hear("*=2,*.o_proj.weight=3")
+    assert (count(columns, O_PROJ), count(columns, DOWN_PROJ)) == (6, 2)
+
+
+def test_blocks_that_together_are_too_many_are_those_that_came_first() -> None:
+    columns = ReaderColumns()
+    columns.hear("*.o_proj.weight=48")
+    columns.hear("*.o_proj.weight=32")
+    assert count(columns, O_PROJ) == 48
+
+
+def test_who_only_wishes_for_nonsense_is_no_longer_heard() -> None:
+    columns = ReaderColumns()
+    asked: list[int] = []
+
+    def counted() -> dict[str, int]:
+        asked.append(1)
+        return TENSORS
+
+    for number in range(100):
+        columns.hear(",".join(f"w{number}.{n}=2" for n in range(MAX_DECLARED_RULES)))
+        columns.settle(counted)
+    assert len(asked) == MAX_USELESS_RULES // MAX_DECLARED_RULES
 
 
 @pytest.mark.parametrize(
@@ -66,17 +135,7 @@ def test_a_configuration_counts_alone() -> None:
 def test_what_makes_no_sense_is_ignored(text: str) -> None:
     columns = ReaderColumns()
     columns.hear(text)
-    assert columns.blocks == ColumnBlocks()
-
-
-def test_many_readers_can_not_make_it_grow_without_bound() -> None:
-    columns = ReaderColumns()
-    for prime in (2, 3, 5, 7, 11, 13, 61):
-        columns.hear(f"a.w={prime}")
-    assert columns.blocks.count("a.w") == 30
-    for number in range(3):
-        columns.hear(",".join(f"w{number}.{n}=2" for n in range(MAX_DECLARED_RULES)))
-    assert len(columns.blocks.rules) == MAX_DECLARED_RULES
+    assert settled(columns) == ColumnBlocks()
 
 
 class Engine:
@@ -158,5 +217,6 @@ async def test_the_second_version_is_laid_out_as_its_readers_want_it(
             await orchestrator.release(str(step))
             with anyio.fail_after(10):
                 await staged.source_reuse_ready.wait()
-    # Whole rows, or many runs, until the trainer knows; then six blocks of columns, no byte for nothing.
-    assert read_for_one_needed == [[4 / 3, 1.5], *[[1.0, 1.0] if column_blocks is None else [4 / 3, 1.5]] * 2]
+    # Whole rows until the trainer knows; then six blocks of columns, no byte for nothing.
+    settled_at = [[1.0, 1.0] if column_blocks is None else [4 / 3, 1.5]]
+    assert read_for_one_needed == [[4 / 3, 1.5], *settled_at * 2]

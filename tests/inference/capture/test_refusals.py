@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -137,18 +136,6 @@ def test_a_parameter_that_would_stay_unfilled(load: Any, frozen: Any, message: s
     with pytest.raises(IncompleteVersionError, match=message):
         capture(module, published(numbered(w=(4, 6))))
     capture(module, published(numbered(w=(4, 6))), frozen=["p"])
-
-
-def test_what_a_loader_leaves_to_other_threads_is_not_captured() -> None:
-    def load(self: Any, named: dict[str, torch.Tensor]) -> None:
-        with ThreadPoolExecutor(1) as threads:
-            threads.submit(self.p.data.copy_, named["w"]).result()
-
-    module = Loads(load, p=parameter(4))
-    before = state(module)
-    with pytest.raises(IncompleteVersionError, match="leaves 4 of 4"):
-        capture(module, published(numbered(w=(4,))))
-    assert state(module) == before
 
 
 def test_a_parameter_that_was_not_said_to_be_loaded() -> None:

@@ -17,6 +17,7 @@ from modelexpress_rl.inference.engines.torch.capture.errors import refused
 from modelexpress_rl.inference.engines.torch.capture.landing import landings, require_filled
 from modelexpress_rl.inference.engines.torch.capture.modes import DispatchMode, FunctionMode
 from modelexpress_rl.inference.engines.torch.capture.recorder import Recorder, key_of
+from modelexpress_rl.inference.engines.torch.capture.threads import no_work_elsewhere
 from modelexpress_rl.inference.engines.torch.capture.twin import twin
 from modelexpress_rl.inference.engines.torch.dtypes import torch_dtype
 
@@ -114,7 +115,7 @@ def _load(
             yield name, recorder.publish(names[name], tensor.shape, dtype)
 
     try:
-        with torch.no_grad(), FunctionMode(recorder), DispatchMode(recorder):
+        with torch.no_grad(), no_work_elsewhere(recorder), FunctionMode(recorder), DispatchMode(recorder):
             loaded = load(copy, weights())
     except ModelExpressError:
         if recorder.refusal is not None:
