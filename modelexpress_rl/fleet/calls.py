@@ -6,6 +6,7 @@ moved on. How long a call may last is the machine's business, which has a deadli
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -139,7 +140,7 @@ class Calls:
     async def _undo(self, effect: Undo, generator: FleetGenerator, policy: FleetPolicy) -> Answer:
         try:
             await self.tried(policy, lambda: generator.abort(effect.version_id, back_to=effect.back_to))
-            holding = await self.tried(policy, generator.holds)
+            holding = checked(await self.tried(policy, generator.holds))
         except Exception as error:  # noqa: BLE001 (as above)
             known = await _probed(generator)
             return UndoFailed(
@@ -155,13 +156,13 @@ class Calls:
         """What `call` returns, after another attempt or more where its error was worth one."""
         for attempt in range(policy.attempts - 1):
             try:
-                return await call()
+                return await _called(call)
             except VersionGone:
                 raise
             except _WORTH_ANOTHER as error:
                 _log.info("another attempt after: %s", _words(error))
                 await self._clock.sleep(_FIRST_PAUSE_S * 2**attempt)
-        return await call()
+        return await _called(call)
 
 
 class _Turn:
@@ -173,22 +174,46 @@ class _Turn:
 
 
 def held(holding: Holding) -> Held:
-    """What the machine is told of what a generator says.
+    """What the machine is told of what a generator says."""
+    checked(holding)
+    version_id = None if holding.version_id is None else VersionId(holding.version_id)
+    return Held(version_id, holding.certain)
+
+
+def checked(holding: Holding) -> Holding:
+    """What a generator says that it holds, if it is that.
 
     Raises:
         StateError: the generator answered something else than a `Holding`.
     """
     if not isinstance(holding, Holding):
         raise StateError(f"holds: expected a Holding, got {type(holding).__name__}")
-    version_id = None if holding.version_id is None else VersionId(holding.version_id)
-    return Held(version_id, holding.certain)
+    for version_id in (holding.version_id, holding.staged):
+        if not isinstance(version_id, str | None):
+            raise StateError(f"holds: expected a version's id, got {version_id!r}")
+    return holding
+
+
+async def _called(call: Callable[[], Awaitable[T]]) -> T:
+    """What `call` returns. A cancellation that is not ours is an error like any other.
+
+    Raises:
+        StateError: what it waited for was cancelled.
+    """
+    try:
+        return await call()
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise StateError("what the call waited for was cancelled") from error
 
 
 async def _probed(generator: FleetGenerator) -> Holding | None:
     """What a generator says that it holds; None where it doesn't answer."""
     with anyio.move_on_after(_PROBE_TIMEOUT_S):
         try:
-            return await generator.holds()
+            return checked(await _called(generator.holds))
         except Exception as error:  # noqa: BLE001 (no answer, whatever it was)
             _log.info("a generator could not be asked what it holds: %s", _words(error))
     return None

@@ -15,7 +15,7 @@ from modelexpress_rl import arguments
 from modelexpress_rl.background import Background
 from modelexpress_rl.clock import MONOTONIC, Clock
 from modelexpress_rl.errors import DeadlineExceeded, ModelExpressError, StateError, UsageError
-from modelexpress_rl.fleet.calls import Calls, held
+from modelexpress_rl.fleet.calls import Calls, checked, held
 from modelexpress_rl.fleet.policy import FleetPolicy
 from modelexpress_rl.fleet.port import FleetGenerator, Holding
 from modelexpress_rl.fleet.report import FleetReport, words
@@ -344,12 +344,26 @@ class Fleet:
     ) -> Holding:
         """Bring a generator that is not in the fleet to a version, and have it serve."""
         policy, tried = self.policy, self._calls.tried
-        holding = await tried(policy, generator.holds)
+        holding = checked(await tried(policy, generator.holds))
         if version_id is None or holding == Holding(version_id):
-            return holding
+            return _serving(name, holding)
         if holding.staged is not None and holding.staged != version_id:
             _log.info("generator %s gives up %s, which it had staged", name, holding.staged)
         await tried(policy, lambda: generator.stage(version_id, keep_s=policy.keep_s))
         await tried(policy, lambda: generator.install(version_id, hold_s=policy.hold_s))
         await tried(policy, lambda: generator.resume(version_id))
-        return await tried(policy, generator.holds)
+        return _serving(name, checked(await tried(policy, generator.holds)))
+
+
+def _serving(name: GeneratorId, holding: Holding) -> Holding:
+    """What it holds, if it serves.
+
+    Raises:
+        StateError: it is stopped; a member gets requests.
+    """
+    if holding.held:
+        raise StateError(
+            f"generator {name} is stopped, and holds {holding}: start it, or give the fleet the version that "
+            "it is to serve as current_version_id"
+        )
+    return holding

@@ -81,6 +81,8 @@ class FleetUpdate:
         return record.state not in _WORKING and record.deadline_ms is None
 
     async def _raise_if_aborted(self) -> None:
+        if self._fleet.record.current == self.version_id:
+            return  # it is served, whatever came of another version after it
         if self._fleet.record.state in (FleetState.ABORTING, FleetState.ABORTED):
             await self._fleet._until(self._is_over)
             raise FleetAborted(self.report)

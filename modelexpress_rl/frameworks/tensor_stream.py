@@ -56,6 +56,7 @@ class StreamPublisher:
         self._held: dict[str, torch.Tensor] = {}
         self._bound = self._copied = False
         self._staged: BlockingStagedShard | None = None
+        self._lent: list[BlockingStagedShard] = []
         self._client = ModelExpressTrainerClient.initialize(
             ModelExpressTrainerConfig(
                 model_name=model_name,
@@ -88,9 +89,10 @@ class StreamPublisher:
 
     @contextmanager
     def _copying(self) -> Iterator[Callable[[str, torch.Tensor], None]]:
-        if self._staged is not None:
-            self._staged.release().wait(self._reuse_timeout_s)
-            self._staged = None
+        while self._lent:
+            self._lent[-1].release().wait(self._reuse_timeout_s)
+            self._lent.pop()
+        self._staged = None
         self._copied = False
         seen: set[str] = set()
         index = -1
@@ -140,7 +142,10 @@ class StreamPublisher:
         if not self._bound:
             self._client.bind_tensors(self._held)
             self._bound = True
-        self._staged = self._client.publish_version(WeightVersionRef(version_id))
+        staged = self._client.stage_shard(WeightVersionRef(version_id))
+        self._lent.append(staged)  # also where it is not known whether it was announced: it may be read
+        staged.publish()
+        self._staged = staged
 
     def release(self) -> None:
         """The version is not needed any more; the memory is waited for where it is next written."""

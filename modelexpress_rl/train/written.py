@@ -1,7 +1,8 @@
 """Noticing that a tensor was written while it was being captured, by torch's own count of such writes.
 
-torch counts what operations write in place, optimizers included, for the sake of autograd. What writes memory
-behind its back (a kernel of one's own, `tensor.data`, numpy) is not noticed.
+torch counts what operations write in place, most optimizers' too, for the sake of autograd. What writes
+memory behind its back is not noticed: a kernel of one's own, `tensor.data`, numpy, an optimizer with
+`fused=True`, and whatever is written through a DTensor, as FSDP2's optimizers do.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from typing import Any
 
 from modelexpress_rl.errors import StateError
 from modelexpress_rl.train.adapter import SourceBox
+
+
+def _is_counted(owner: Any) -> bool:
+    """Whether it is a torch tensor whose writes are counted; what was made in inference mode is not."""
+    is_inference = getattr(owner, "is_inference", None)
+    return callable(is_inference) and not is_inference() and hasattr(owner, "_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +34,7 @@ class Unwritten:
         """The counts of the torch tensors that own these boxes; others can't be noticed."""
         owners: dict[int, tuple[str, Any]] = {}
         for box in boxes:
-            if hasattr(box.owner, "_version") and not box.owner.is_inference():
+            if _is_counted(box.owner):
                 owners.setdefault(id(box.owner), (box.name, box.owner))
         names, tensors = zip(*owners.values(), strict=True) if owners else ((), ())
         return cls(names, tensors, tuple(int(tensor._version) for tensor in tensors))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modelexpress_rl import ModelExpressControlClient, WeightPayloadFormat
-from modelexpress_rl.errors import IncompleteVersionError, StateError, UsageError
+from modelexpress_rl.errors import IncompleteVersionError, StateError, Unavailable, UsageError
 from modelexpress_rl.frameworks.tensor_stream import StreamPublisher, StreamReceiver
 from tests.frameworks.conftest import Framework
 
@@ -120,6 +120,37 @@ def test_another_stream_than_before_is_refused_by_name(stream: Stream) -> None:
     assert_same(stream.received(version), tensors(3))
     stream.control.delete_weight_version(version)
     publisher.release()
+
+
+def test_memory_is_waited_for_where_nobody_knows_whether_it_was_announced(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = stream.publisher
+    stage, staged = publisher._client.stage_shard, []
+
+    class Unsure:
+        """Announces the version, and loses the reply."""
+
+        def __init__(self, version: Any) -> None:
+            self.real = stage(version)
+            self.release = self.real.release
+            staged.append(self.real)
+
+        def publish(self) -> None:
+            self.real.publish()
+            raise Unavailable("the reply was lost")
+
+    publisher.copy(tensors(1).items())
+    version = stream.create("unsure")
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher._client, "stage_shard", Unsure)
+        with pytest.raises(Unavailable):
+            publisher.publish(version)
+    assert_same(stream.received(version), tensors(1))
+    assert not staged[0].source_reuse_ready.done
+    stream.control.delete_weight_version(version)
+    publisher.copy(tensors(2).items())
+    assert staged[0].source_reuse_ready.done
 
 
 def test_a_structure_that_comes_back_is_received_as_itself(stream: Stream) -> None:

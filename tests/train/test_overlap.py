@@ -26,6 +26,16 @@ def states(client: Any) -> list[str]:
 COPY = {"staging_mode": "COPY_TO_HOST"}
 
 
+async def test_tensors_that_were_made_in_inference_mode_are_captured(job: Job) -> None:
+    torch = pytest.importorskip("torch")
+    with torch.inference_mode():
+        tensors = {"w": torch.ones(10)}
+    async with await job.open(tensors, overlap="CAPTURE", **COPY) as client:
+        await job.orchestrator.create("v1")
+        staged = await client.publish_version("v1")
+        await within(5, staged.published)
+
+
 class TestPublish:
     async def test_it_returns_before_the_control_plane_has_answered(self, job: Job) -> None:
         tensors = weights()
