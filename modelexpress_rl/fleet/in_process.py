@@ -125,7 +125,7 @@ class InProcessGenerator:
         if not self._has(version_id) and (staged is None or staged.version_id != version_id):
             raise StateError(f"version {version_id} is not staged: the generator holds {await self.holds()}")
         self._hold_s = hold_s
-        self._hold.stop()
+        await self._hold.quiet()
         try:
             await self._stop()
             if staged is not None and staged.version_id == version_id:
@@ -157,7 +157,7 @@ class InProcessGenerator:
                 f"version {version_id} was installed over what the generator was started with, and there is "
                 "no version to go back to"
             )
-        self._hold.stop()
+        await self._hold.quiet()
         try:
             await self._stop()
             await self._client.apply_weight(await self._client.stage_weight(back_to))
@@ -225,6 +225,8 @@ class _Timer:
         self._clock = clock
         self._act = act
         self._waiting = anyio.CancelScope()
+        self._acted = anyio.Event()
+        self._acted.set()
 
     def set(self, delay_s: float) -> None:
         """Do it after `delay_s`, and not when it was to be done before."""
@@ -236,11 +238,20 @@ class _Timer:
         """Don't do it."""
         self._waiting.cancel()
 
+    async def quiet(self) -> None:
+        """Don't do it; where it is being done just now, wait until it is. Not from within."""
+        self.stop()
+        await self._acted.wait()
+        self.stop()  # what failed may have been put off
+
     async def _run(self, waiting: anyio.CancelScope, delay_s: float) -> None:
         with waiting:
             await self._clock.sleep(delay_s)
         if not waiting.cancel_called:
+            acted = self._acted = anyio.Event()
             try:
                 await self._act()
             except Exception:  # noqa: BLE001 (the engine's own; there is nobody to raise it to)
                 _log.exception("what was to be done after %g s failed", delay_s)
+            finally:
+                acted.set()

@@ -107,6 +107,37 @@ async def publish(world: World, publisher: Publisher, step: int) -> None:
     await publisher.publish(f"v{step}", "s0", whole(weights(step)))
 
 
+async def test_a_hold_that_ends_just_now_is_over_before_the_next_install_stops_the_engine(
+    world: World, publisher: Publisher, ranks: list[Rank]
+) -> None:
+    generator, events = ranks[0].generator, ranks[0].events
+    resuming, may_resume = anyio.Event(), anyio.Event()
+
+    async def resume() -> None:
+        resuming.set()
+        await may_resume.wait()
+        events.append("resume")
+
+    generator._resume = resume
+    for step in (1, 2):
+        await publish(world, publisher, step)
+    await generator.stage("v1", keep_s=100)
+    await generator.install("v1", hold_s=0.01)
+    with anyio.fail_after(10):
+        await resuming.wait()
+        await generator.stage("v2", keep_s=100)
+        async with anyio.create_task_group() as group:
+
+            async def install() -> None:
+                await generator.install("v2", hold_s=100)
+
+            group.start_soon(install)
+            await anyio.wait_all_tasks_blocked()
+            may_resume.set()
+    assert events == ["pause", "resume", "pause"]
+    assert await generator.holds() == Holding("v2", held=True)
+
+
 async def test_a_fleet_of_clients(world: World, publisher: Publisher, ranks: list[Rank]) -> None:
     await publish(world, publisher, 1)
     async with Fleet(current_version_id="v1", policy=POLICY) as fleet:
