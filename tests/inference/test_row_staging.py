@@ -183,6 +183,9 @@ async def test_the_plan_explains_itself_and_is_left_for_pictures(
     assert again.plan is None
     assert again.explain() == "version v1 is served already: nothing is read"
 
-    monkeypatch.setenv("MX_EXPLAIN_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("MX_EXPLAIN_DIR", str(tmp_path / "made" / "for it"))
+    explanations.write(staged.plan, "g")
+    assert (tmp_path / "made" / "for it" / "g.json").exists()
+    monkeypatch.setenv("MX_EXPLAIN_DIR", str(tmp_path / "generator-g0.json"))
     explanations.write(staged.plan, "g")
     assert "MX_EXPLAIN_DIR: the plan of g can't be written" in caplog.text

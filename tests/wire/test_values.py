@@ -92,7 +92,7 @@ SET: list[tuple[str, str, Callable[[], Any], Any]] = [
     ),
     ("RANK", "12", envs.rank, 12),
     ("MX_TRAINER_COLUMN_BLOCKS", "a.*=2, b=4", lambda: envs.column_blocks().rules, (("a.*", 2), ("b", 4))),
-    ("MX_TRAINER_COLUMN_BLOCKS", "4", lambda: envs.column_blocks().count("h.0.o_proj.weight"), 4),
+    ("MX_TRAINER_COLUMN_BLOCKS", "4", lambda: envs.column_blocks().count("h.0.o_proj.weight", 96), 4),
     ("MX_TRANSPORT_COST_FILE", "/a/b", envs.transport_cost_file, "/a/b"),
     ("XDG_CACHE_HOME", "/c", envs.transport_cost_file, "/c/modelexpress_rl/transport-cost.json"),
 ]
